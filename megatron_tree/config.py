@@ -1,0 +1,283 @@
+"""Every knob, once: its type, unit, default and check. `load(yaml, overrides)` is the only way in.
+
+Models are frozen and strict; an unknown key is an error. Units are in the names. What needs the model's shape (heads that
+divide by tp, layers by pp) is checked by `reshard.names.check_model`, what needs the machine by `cluster`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_tree.layout import ParallelLayout
+
+
+class ConfigError(ValueError):
+    """A wrong config: one line naming the field, the rule and the value got."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+Texts = Annotated[tuple[str, ...], Field(strict=False)]
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class RunConfig(Section):
+    dir: str  # run folder; metrics, trees, TensorBoard and checkpoints go there
+    seed: NonNegative = 0
+    deterministic: bool = False  # fp32, seeds per path: two runs give the same metrics bit for bit
+    resume: bool = False  # go on from the latest checkpoint of the run folder
+
+
+class ModelConfig(Section):
+    path: str  # Hugging Face folder: config.json, safetensors, tokenizer
+    dtype: Literal["fp32", "bf16"] = "bf16"  # of the trainer's weights; gradients and optimizer are fp32
+
+
+class DataConfig(Section):
+    train: Texts = ()  # .parquet or .jsonl files
+    eval: Texts = ()
+    max_prompt_tokens: Positive = 2048
+    overlong: Literal["skip", "refuse"] = "skip"
+    shuffle: bool = True
+
+
+class PluginConfig(Section):
+    """A class of the user's (or ours): `module:Class`, called with `options` as keyword arguments."""
+
+    target: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+    options: dict[str, Any] = {}
+
+
+class RolloutConfig(Section):
+    prompts: Positive = 64  # per iteration
+    trees: Positive = 2  # M, per prompt
+    expand_nodes: Positive = 2  # N, per tree and round
+    expand_rounds: NonNegative = 1  # L; 0 is chain GRPO
+    root: Literal["fallback", "always", "never"] = "fallback"  # when the prompt itself may be expanded
+    max_turns: Positive = 4  # per path
+    max_tool_calls: NonNegative = 3  # per path
+    max_path_tokens: Positive = 4096  # sampled and observed tokens of a path, without the prompt
+    max_turn_tokens: Positive = 500
+    max_observation_tokens: Positive = 500
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+    @property
+    def leaves_per_tree(self) -> int:
+        return 1 + self.expand_rounds * self.expand_nodes
+
+
+class AlgoConfig(Section):
+    inter_weight: Annotated[float, Field(ge=0)] = 1.0  # of the advantage across the leaves of a prompt
+    intra_weight: Annotated[float, Field(ge=0)] = 1.0  # of the advantage inside a tree
+    credit: Literal["zscore", "mean", "leave_one_out", "sibling"] = "zscore"
+    normaliser: Literal["sequence_mean", "token_mean"] = "sequence_mean"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    clip_dual: Annotated[float, Field(gt=1)] | None = 3.0
+    kl_coef: Annotated[float, Field(ge=0)] = 0.001  # beta of the K3 estimator; 0 needs no reference model
+    importance_cap: Annotated[float, Field(gt=0)] | None = None  # truncated engine/trainer correction; null is off
+
+    @model_validator(mode="after")
+    def _some_advantage(self) -> Self:
+        if self.inter_weight == 0 and self.intra_weight == 0:
+            raise ValueError("inter_weight and intra_weight: at least one must be above 0, got 0 and 0")
+        return self
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    min_lr: Annotated[float, Field(ge=0)] = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0  # global norm
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr: must not be above lr {self.lr}, got {self.min_lr}")
+        return self
+
+
+class ParallelConfig(Section):
+    tp: Positive = 1
+    pp: Positive = 1
+    dp: Positive = 1
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return ParallelLayout(tp=self.tp, pp=self.pp, dp=self.dp)
+
+
+class TrainConfig(Section):
+    iterations: Positive = 100
+    mini_batches: Positive = 1  # optimizer steps per iteration; prompts are dealt to them
+    micro_batch_tokens: Positive = 8192  # packed tokens of a micro-batch
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    max_skipped_steps: Positive = 3  # non-finite steps in a row before the run stops
+    checkpoint_every: NonNegative = 0  # iterations; 0 saves at the end only
+    keep_checkpoints: Positive = 2
+    max_restarts: NonNegative = 2  # of the trainer group after a rank died
+    start_timeout_s: Seconds = 600.0
+    step_timeout_s: Seconds = 1800.0  # of any one call of the trainer group
+    collective_timeout_s: Seconds = 600.0
+
+
+class SftConfig(Section):
+    """Warm-up on demonstrations, before the first iteration and before the reference model is taken."""
+
+    data: Texts  # .jsonl files of demonstrations: {prompt, turns: [{action, observation}]}
+    steps: Positive
+    batch_size: Positive = 64  # demonstrations per step
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+
+
+class EvalConfig(Section):
+    every: NonNegative = 0  # iterations; 0 is never during training
+    at_start: bool = False
+    at_end: bool = False
+    samples: Positive = 1  # chains per row at `temperature`
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    greedy: bool = True  # report greedy chains beside the sampled ones
+    max_rows: Positive | None = None  # the first rows of the files in their order
+    seed: NonNegative = 1000  # the same before and after training
+
+
+class EngineConfig(Section):
+    count: Positive = 1
+    tp: Positive = 1
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    max_model_len: Positive = 4096  # tokens of prompt and path
+    max_num_seqs: Positive = 64  # sequences that decode together
+    block_size: Positive = 32  # tokens; granularity of the prefix cache (a multiple of 32 on a CPU)
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0  # CPU only
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85  # GPU only
+    start_timeout_s: Seconds = 600.0
+    request_timeout_s: Seconds = 600.0
+    update_timeout_s: Seconds = 300.0
+    max_restarts: NonNegative = 3  # of one engine, in a run
+    image_dir: str = "/dev/shm"  # where the publish image lies; trainers and engines must share it
+
+
+class Config(Section):
+    run: RunConfig
+    model: ModelConfig
+    data: DataConfig = DataConfig()
+    environment: PluginConfig
+    reward: PluginConfig
+    rollout: RolloutConfig = RolloutConfig()
+    algo: AlgoConfig = AlgoConfig()
+    train: TrainConfig = TrainConfig()
+    sft: SftConfig | None = None
+    eval: EvalConfig = EvalConfig()
+    engine: EngineConfig = EngineConfig()
+
+    @model_validator(mode="after")
+    def _together(self) -> Self:
+        longest = self.data.max_prompt_tokens + self.rollout.max_path_tokens
+        if longest > self.engine.max_model_len:
+            raise ValueError(
+                "engine.max_model_len: must hold data.max_prompt_tokens + rollout.max_path_tokens = "
+                f"{longest}, got {self.engine.max_model_len}"
+            )
+        if longest > self.train.micro_batch_tokens:
+            raise ValueError(
+                "train.micro_batch_tokens: must hold the longest path, data.max_prompt_tokens + "
+                f"rollout.max_path_tokens = {longest}, got {self.train.micro_batch_tokens}"
+            )
+        if self.rollout.prompts % self.train.mini_batches:
+            raise ValueError(
+                f"train.mini_batches: must divide rollout.prompts {self.rollout.prompts}, got {self.train.mini_batches}"
+            )
+        if self.run.deterministic and (self.model.dtype, self.engine.dtype) != ("fp32", "fp32"):
+            raise ValueError(
+                "run.deterministic: needs model.dtype and engine.dtype fp32, got "
+                f"{self.model.dtype} and {self.engine.dtype}"
+            )
+        if (self.eval.every or self.eval.at_start or self.eval.at_end) and not self.data.eval:
+            raise ValueError("data.eval: eval.every, eval.at_start and eval.at_end need at least one file, got none")
+        return self
+
+
+def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Reads a YAML file and applies `key.sub=value` overrides (values are YAML).
+
+    Paths inside stay as they are written: relative to the working folder. Raises ConfigError.
+    """
+    try:
+        tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must be a mapping of sections, got {type(tree).__name__}")
+    for override in overrides:
+        _apply(tree, override)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_first(error)}") from error
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `1e-6` for a string; this loader takes it for the number it is."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override: must be key.sub=value, got {override!r}")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {key}: the value is not YAML, got {text!r}") from error
+    *sections, last = key.split(".")
+    here = tree
+    for section in sections:
+        if here.get(section) is None:
+            here[section] = {}
+        if not isinstance(here[section], dict):
+            raise ConfigError(f"override {key}: {section} is not a section, got {here[section]!r}")
+        here = here[section]
+    here[last] = value
+
+
+def _first(error: ValidationError) -> str:
+    """The first fault in one line, and how many more there are."""
+    faults = error.errors()
+    fault = faults[0]
+    field = ".".join(str(part) for part in fault["loc"])
+    rule = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        rule = "unknown key"
+    got = "" if fault["type"] in ("value_error", "missing") else f", got {_short(fault['input'])}"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return f"{field}: {rule}{got}{more}" if field else f"{rule}{got}{more}"
+
+
+def _short(value: object) -> str:
+    text = "nan" if isinstance(value, float) and math.isnan(value) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,155 @@
+"""Metrics that carry their reduction, phase timers, and the sinks of a run folder (TensorBoard and `metrics.jsonl`).
+
+A name is `section/what`, as TensorBoard groups it. Not here: what is computed (see `loop`, `algo`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that is still a sum and a weight, so that it can be reduced over micro-batches and ranks."""
+
+    total: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight if self.weight else 0.0
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """A maximum. The empty one is -inf and reads 0."""
+
+    maximum: float = -math.inf
+
+    @property
+    def value(self) -> float:
+        return self.maximum if math.isfinite(self.maximum) or math.isnan(self.maximum) else 0.0
+
+    def __add__(self, other: Max) -> Max:
+        if math.isnan(self.maximum) or math.isnan(other.maximum):
+            return Max(math.nan)
+        return Max(max(self.maximum, other.maximum))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    total: float
+
+    @property
+    def value(self) -> float:
+        return self.total
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+
+Metric = Mean | Max | Sum
+Metrics = dict[str, Metric]
+
+
+def merge(parts: Iterable[Metrics]) -> Metrics:
+    """Reduces metrics of micro-batches or ranks: equal names are added by their own reduction."""
+    merged: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            merged[name] = merged[name] + metric if name in merged else metric  # type: ignore[operator]
+    return merged
+
+
+def values(metrics: Metrics) -> dict[str, float]:
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def mean(values: Iterable[float]) -> Mean:
+    listed = list(values)
+    return Mean(float(sum(listed)), float(len(listed)))
+
+
+class PhaseTimer:
+    """Seconds per phase of one iteration, exclusive: phases do not nest."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        return {f"time/{phase}_s": seconds for phase, seconds in self.seconds.items()}
+
+
+class RunLog:
+    """The files of a run folder that grow: TensorBoard scalars and texts, `metrics.jsonl`, `trees.jsonl`.
+
+    With `resume_step` the lines of later steps are dropped first: a step that is redone is logged once.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            for name in ("metrics.jsonl", "trees.jsonl"):
+                _drop_after(folder / name, resume_step)
+        self._metrics = _append(folder / "metrics.jsonl")
+        self._trees = _append(folder / "trees.jsonl")
+        purge = None if resume_step is None else resume_step + 1
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+    def scalars(self, step: int, scalars: dict[str, float]) -> None:
+        for name, value in scalars.items():
+            self._board.add_scalar(name, value, step)
+        self._board.flush()
+        self._metrics.write(json.dumps({"step": step, **scalars}) + "\n")
+        self._metrics.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._board.add_text(name, text, step)
+
+    def tree(self, step: int, record: dict[str, object]) -> None:
+        self._trees.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        self._board.close()
+        self._metrics.close()
+        self._trees.close()
+
+
+def _append(path: Path) -> IO[str]:
+    return path.open("a", encoding="utf-8")
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _whole(line, step)]
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    aside.replace(path)
+
+
+def _whole(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError):
+        return False  # the line that a kill cut off
