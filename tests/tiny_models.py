@@ -1,0 +1,89 @@
+"""Tiny random Hugging Face models, made on the spot: the real config, weights and tokenizer of a family, a few MB.
+
+Shapes are chosen so that TP 1 and 2 divide (4 heads, 2 KV heads). Weights are drawn wide enough that greedy tokens and
+log-probs differ between seeds; norms and biases are random too, so that a lost or swapped one shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant: {% endif %}"
+)
+NUM_BYTES = 95  # printable ASCII, one token each
+SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+
+
+def make_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character; the rest of the vocabulary are the words `w0 w1 ...`."""
+    names = list(SPECIAL) + [chr(32 + i) for i in range(NUM_BYTES)]
+    names += [f"w{i}" for i in range(vocab_size - len(names))]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def make_model(
+    folder: Path,
+    *,
+    family: str = "qwen2",
+    tied: bool = True,
+    seed: int = 0,
+    num_layers: int = 4,
+    hidden_size: int = 64,
+    ffn_size: int = 128,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    vocab_size: int = 128,
+    max_positions: int = 512,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """Writes config, safetensors and tokenizer to `folder` and returns the transformers model (fp32 by default)."""
+    make = {"qwen2": Qwen2Config, "llama": LlamaConfig}[family]
+    config = make(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=ffn_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        bos_token_id=SPECIAL.index("<s>"),
+        eos_token_id=SPECIAL.index("</s>"),
+        pad_token_id=SPECIAL.index("<pad>"),
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    randomise(model, seed)
+    model.eval()
+    model.save_pretrained(folder)
+    make_tokenizer(vocab_size).save_pretrained(folder)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel, seed: int) -> None:
+    """Draws every parameter anew. Matrices get a spread of 1.5/sqrt(fan-in), norms 1 ± 0.2, biases ± 0.2."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        draw = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 2:
+            value = draw * (1.5 if "embed_tokens" in name else 1.5 / parameter.shape[1] ** 0.5)
+        else:
+            value = 0.2 * draw + (1.0 if "norm" in name else 0.0)
+        parameter.copy_(value.to(parameter.dtype))
