@@ -10,29 +10,38 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
-NUM_BYTES = 95  # printable ASCII, one token each
-SPECIAL = ("<pad>", "<s>", "</s>", "<unk>")
+SPECIAL = ("<pad>", "<s>", "</s>")
 
 
 def make_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character; the rest of the vocabulary are the words `w0 w1 ...`."""
-    names = list(SPECIAL) + [chr(32 + i) for i in range(NUM_BYTES)]
+    """One token per printable ASCII character or newline; the rest of the vocabulary (`w0 w1 ...`) only decodes.
+
+    Byte-level BPE without merges: transformers replaces any other tokenizer of a `qwen2` folder by Qwen2's own, with
+    the same vocabulary and other splits.
+    """
+    space, newline = "\u0120", "\u010a"  # their names in the byte-level alphabet
+    names = [*SPECIAL, space, newline, *(chr(i) for i in range(33, 127))]
     names += [f"w{i}" for i in range(vocab_size - len(names))]
-    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",
-        unk_token="<unk>",
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
