@@ -1,7 +1,7 @@
-"""Tiny random Hugging Face models, made on the spot: the real config, weights and tokenizer of a family, a few MB.
+"""Tiny random Hugging Face models, made on the spot: the real config, weights and tokenizer of a family.
 
-Shapes are chosen so that TP 1 and 2 divide (4 heads, 2 KV heads). Weights are drawn wide enough that greedy tokens and
-log-probs differ between seeds; norms and biases are random too, so that a lost or swapped one shows.
+TP 1 and 2 divide the shapes (4 heads, 2 KV heads). Weights are drawn wide enough that greedy tokens and log-probs
+differ between seeds; norms and biases are random too, so that a lost or swapped one shows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
-SPECIAL = ("<pad>", "<s>", "</s>")
+SPECIAL = ("<|endoftext|>", "<s>", "</s>")  # padding, begin, end; Qwen2's tokenizer adds the first if missing
 
 
 def make_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
     """One token per printable ASCII character or newline; the rest of the vocabulary (`w0 w1 ...`) only decodes.
 
-    Byte-level BPE without merges: transformers replaces any other tokenizer of a `qwen2` folder by Qwen2's own, with
-    the same vocabulary and other splits.
+    Byte-level BPE without merges, because transformers reads the vocabulary of a `qwen2` folder into Qwen2's own
+    byte-level tokenizer, whatever was saved.
     """
     space, newline = "\u0120", "\u010a"  # their names in the byte-level alphabet
     names = [*SPECIAL, space, newline, *(chr(i) for i in range(33, 127))]
@@ -39,7 +39,7 @@ def make_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        pad_token="<pad>",
+        pad_token="<|endoftext|>",
         bos_token="<s>",
         eos_token="</s>",
         chat_template=CHAT_TEMPLATE,
@@ -62,7 +62,7 @@ def make_model(
     max_positions: int = 512,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Writes config, safetensors and tokenizer to `folder` and returns the transformers model (fp32 by default)."""
+    """Writes config, safetensors and tokenizer to `folder`; returns the transformers model."""
     make = {"qwen2": Qwen2Config, "llama": LlamaConfig}[family]
     config = make(
         vocab_size=vocab_size,
@@ -75,7 +75,7 @@ def make_model(
         tie_word_embeddings=tied,
         bos_token_id=SPECIAL.index("<s>"),
         eos_token_id=SPECIAL.index("</s>"),
-        pad_token_id=SPECIAL.index("<pad>"),
+        pad_token_id=SPECIAL.index("<|endoftext|>"),
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     randomise(model, seed)
