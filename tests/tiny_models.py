@@ -1,7 +1,7 @@
 """Tiny random Hugging Face models, made on the spot: the real config, weights and tokenizer of a family.
 
-TP 1 and 2 divide the shapes (4 heads, 2 KV heads). Weights are drawn wide enough that greedy tokens and log-probs
-differ between seeds; norms and biases are random too, so that a lost or swapped one shows.
+TP 1 and 2 divide the shapes (4 heads, 2 KV heads). Weights are drawn wide enough that greedy tokens and
+log-probs differ between seeds; norms and biases are random too, so that a lost or swapped one shows.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SPECIAL = ("<|endoftext|>", "<s>", "</s>")  # padding, begin, end; Qwen2's token
 
 
 def make_tokenizer(vocab_size: int = 128) -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character or newline; the rest of the vocabulary (`w0 w1 ...`) only decodes.
+    """One token per printable ASCII character or newline; the words `w0 w1 ...` fill the vocabulary.
 
-    Byte-level BPE without merges, because transformers reads the vocabulary of a `qwen2` folder into Qwen2's own
-    byte-level tokenizer, whatever was saved.
+    Byte-level BPE without merges, because transformers reads the vocabulary of a `qwen2` folder into
+    Qwen2's own byte-level tokenizer, whatever was saved. The words are never encoded, only decoded.
     """
     space, newline = "\u0120", "\u010a"  # their names in the byte-level alphabet
     names = [*SPECIAL, space, newline, *(chr(i) for i in range(33, 127))]
