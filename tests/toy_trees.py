@@ -1,4 +1,4 @@
-"""Random rollout trees from a seeded generator, and the same trees as copied chains. Shared by unit and dist tests."""
+"""Random rollout trees from a seeded generator, and the same as copied chains, for unit and dist tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_tree(
     group_id: str = "toy",
     index: int = 0,
 ) -> Tree:
-    """A chain of at most `depth` turns and `branches` more chains, each from a random node that is not a leaf.
+    """A chain of at most `depth` turns and `branches` more chains, each from a random inner node.
 
     The token ranges are inclusive. Log-probs are random; old and reference ones lie close to the engine's.
     """
@@ -52,18 +52,16 @@ def random_group(
     group_id: str = "toy",
     **shape: int | tuple[int, int],
 ) -> Group:
-    """The trees of one prompt; they share the prompt's ids. `shape`: depth, branches and token ranges of `random_tree`."""
-    grown = [
-        random_tree(rng, vocab=vocab, prompt_tokens=prompt_tokens, group_id=group_id, index=i, **shape)  # type: ignore[arg-type]
-        for i in range(trees)
-    ]
+    """The trees of one prompt; they share its ids. `shape`: depth, branches and token ranges of each."""
+    shape |= {"vocab": vocab, "prompt_tokens": prompt_tokens}
+    grown = [random_tree(rng, group_id=group_id, index=i, **shape) for i in range(trees)]  # type: ignore[arg-type]
     for tree in grown:
         tree.nodes[0] = grown[0].nodes[0]
     return Group(Row(group_id, "toy", (), grown[0].nodes[0].observation_ids, ()), grown)
 
 
 def chain_copies(tree: Tree) -> list[Tree]:
-    """One tree per leaf that holds that leaf's path only, sharing the nodes' arrays: what a trainer of copies sees."""
+    """One tree per leaf with that leaf's path only, sharing the arrays: what a trainer of copies sees."""
     copies = []
     for leaf in tree.leaves:
         path = tree.path(leaf.node)

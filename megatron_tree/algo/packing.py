@@ -1,0 +1,253 @@
+"""Trees to packed micro-batches and back (DESIGN 5.3 and 6).
+
+A tree is packed in depth-first order, children in index order, so that a node's subtree is one range of
+tokens and one int per token (`subtree_end`) is the whole mask. A tree too long for a micro-batch is cut into
+*pieces*: some leaves with their whole paths. Invariants, each asserted in the test under these words:
+
+1. A piece is closed under parents: every token sees its whole path.
+2. Over the pieces of a tree each node is trained exactly once; elsewhere it is context, recomputed.
+3. All trained tokens of a node share one weight (a+, a-, k): the sums over *all* leaves of the tree below it.
+4. A piece holds at most `budget` tokens; among cuts between depth-first neighbours the chosen one recomputes
+least.
+
+Not here: which piece goes to which micro-batch and rank (`batch`), advantages (`advantage`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_tree.types import FloatArray, IndexArray, MicroBatch, Node, Tree
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWeights:
+    """What every trained token of a node is weighted with, one entry per node of the tree."""
+
+    adv_pos: Array  # [nodes] a+
+    adv_neg: Array  # [nodes] a-
+    leaf: Array  # [nodes] k
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some leaves of a tree with their paths. An uncut tree is one piece that trains all it holds."""
+
+    tree: Tree
+    weights: NodeWeights
+    nodes: tuple[int, ...]  # depth-first
+    trained: frozenset[int]  # of these, the nodes whose actions are trained here
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tree.nodes[node].num_tokens for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the actions of a node lie among the T trained tokens of its micro-batch."""
+
+    node: Node
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    micro_batch: MicroBatch
+    spans: tuple[Span, ...]
+
+
+def node_weights(tree: Tree, advantages: Array, weights: Array) -> NodeWeights:
+    """Sums c_i A_i (by sign) and c_i over the leaves below each node. `advantages`, `weights`: per leaf."""
+    sums = np.zeros((3, len(tree.nodes)))
+    weighted = advantages * weights
+    ends = [leaf.node for leaf in tree.leaves]
+    sums[:, ends] = np.maximum(weighted, 0), np.minimum(weighted, 0), weights
+    for i in range(len(tree.nodes) - 1, 0, -1):
+        sums[:, tree.nodes[i].parent] += sums[:, i]
+    return NodeWeights(*sums)
+
+
+def cut(tree: Tree, weights: NodeWeights, budget: int) -> list[Piece]:
+    """The pieces of a tree, one where it fits. Raises ValueError where a single path is over the budget.
+
+    `best[j]` is the least number of tokens recomputed when the first j leaves (depth-first) are in whole
+    pieces; a piece that starts at leaf i recomputes what that leaf shares with leaf i-1.
+    """
+    leaves = _depth_first_leaves(tree)
+    paths = [tree.path(leaf) for leaf in leaves]
+    length = _path_tokens(tree)
+    shared = [0] + [length[_common(a, b)] for a, b in pairwise(paths)]
+    best, start = [0], [0]
+    for j in range(1, len(leaves) + 1):
+        size, least = 0, (-1, -1)
+        for i in range(j - 1, -1, -1):
+            size += length[leaves[i]] - (shared[i + 1] if i + 1 < j else 0)
+            if size > budget:
+                break
+            if least[1] < 0 or best[i] + shared[i] < least[0]:
+                least = (best[i] + shared[i], i)
+        if least[1] < 0:
+            raise ValueError(
+                "train.micro_batch_tokens: must hold the longest root-to-leaf path, "
+                f"{length[leaves[j - 1]]} tokens in tree {tree.index} of prompt {tree.group_id}, got {budget}"
+            )
+        best.append(least[0])
+        start.append(least[1])
+    return _pieces(tree, weights, paths, start)
+
+
+def pack(pieces: Sequence[Piece], pad_to: int, pad_id: int = 0) -> Packed:
+    """One micro-batch, its length a multiple of `pad_to`. Without pieces a filler: `pad_to` tokens, none
+    trained.
+
+    Log-probs that a node does not have yet are 0.
+    """
+    parts = _Parts()
+    for piece in pieces:
+        parts.add(piece)
+    return parts.packed(-parts.size % pad_to if parts.size else pad_to, pad_id)
+
+
+def scatter(
+    spans: Sequence[Sequence[Sequence[Span]]],
+    logprobs: Sequence[Sequence[FloatArray]],
+    name: Literal["old_logprobs", "ref_logprobs"],
+) -> None:
+    """Stores the log-probs of scored micro-batches, `[dp][num_microbatches]` of `[T]`, in their nodes."""
+    for rank_spans, rank_logprobs in zip(spans, logprobs, strict=True):
+        for nodes, scored in zip(rank_spans, rank_logprobs, strict=True):
+            expected = nodes[-1].stop if nodes else 0
+            assert scored.shape == (expected,), (
+                f"{name}: {scored.shape} log-probs for {expected} trained tokens"
+            )
+            for span in nodes:
+                setattr(span.node, name, np.array(scored[span.start : span.stop], dtype=np.float32))
+
+
+def visible_keys(piece: Piece) -> int:
+    """The attention's area: for each token of a piece, the tokens of its path up to itself, summed."""
+    depth, area = {-1: 0}, 0
+    for i in piece.nodes:
+        node = piece.tree.nodes[i]
+        before, count = depth[node.parent], node.num_tokens
+        depth[i] = before + count
+        area += count * before + count * (count + 1) // 2
+    return area
+
+
+class _Parts:
+    """The arrays of a micro-batch while it is filled, node by node."""
+
+    def __init__(self) -> None:
+        self.size = 0  # tokens so far
+        self.trained = 0
+        self.spans: list[Span] = []
+        self.tokens: list[
+            tuple[NDArray[np.integer], IndexArray, IndexArray]
+        ] = []  # ids, positions, subtree ends
+        self.predict: list[tuple[IndexArray, NDArray[np.integer]]] = []  # predict_from, targets
+        self.floats: list[Array] = []  # [6, A]: a+, a-, k, old, reference, engine log-probs
+
+    def add(self, piece: Piece) -> None:
+        """Appends the nodes of a piece in their order."""
+        nodes, first = piece.tree.nodes, {}
+        at, depth, last = self.size, {-1: 0}, {-1: -1}
+        for i in piece.nodes:
+            first[i] = at
+            depth[i] = depth[nodes[i].parent] + nodes[i].num_tokens
+            at += nodes[i].num_tokens
+            last[i] = at - 1 if nodes[i].num_tokens else last[nodes[i].parent]
+        ends = _subtree_ends(piece, first, at)
+        for i in piece.nodes:
+            node, count = nodes[i], nodes[i].num_tokens
+            self.tokens.append(
+                (
+                    np.concatenate([node.action_ids, node.observation_ids]),
+                    np.arange(depth[i] - count, depth[i]),
+                    np.full(count, ends[i]),
+                )
+            )
+            if i in piece.trained and len(node.action_ids):
+                assert last[node.parent] >= 0, f"tree {piece.tree.group_id}: no token comes before node {i}"
+                self._train(piece, i, first[i], last[node.parent])
+        self.size = at
+
+    def _train(self, piece: Piece, i: int, first: int, parent_last: int) -> None:
+        node, weights = piece.tree.nodes[i], piece.weights
+        count = len(node.action_ids)
+        self.predict.append(
+            (np.concatenate([[parent_last], np.arange(first, first + count - 1)]), node.action_ids)
+        )
+        logprobs = [np.zeros(count) if x is None else x for x in (node.old_logprobs, node.ref_logprobs)]
+        shared = [np.full(count, x[i]) for x in (weights.adv_pos, weights.adv_neg, weights.leaf)]
+        self.floats.append(np.stack([*shared, *logprobs, node.engine_logprobs]))
+        self.spans.append(Span(node, self.trained, self.trained + count))
+        self.trained += count
+
+    def packed(self, padding: int, pad_id: int) -> Packed:
+        pad = (np.full(padding, pad_id), np.zeros(padding), self.size + 1 + np.arange(padding))
+        ids, positions, ends = (_join(column, np.int64) for column in zip(*self.tokens, pad, strict=True))
+        nothing = np.zeros(0)
+        predict, targets = (
+            _join(column, np.int64) for column in zip(*self.predict, (nothing, nothing), strict=True)
+        )
+        floats = np.concatenate([*self.floats, np.zeros((6, 0))], axis=1).astype(np.float32)
+        micro_batch = MicroBatch(ids, positions, ends, predict, targets, *floats)
+        return Packed(micro_batch, tuple(self.spans))
+
+
+def _join(parts: Sequence[NDArray[np.generic]], dtype: type[np.int64]) -> IndexArray:
+    return np.concatenate(parts).astype(dtype)
+
+
+def _subtree_ends(piece: Piece, first: dict[int, int], end: int) -> dict[int, int]:
+    """Packed index just past the subtree of each node: where the next node that is no descendant starts."""
+    ends: dict[int, int] = {}
+    open_nodes: list[int] = []
+    for i in piece.nodes:
+        while open_nodes and open_nodes[-1] != piece.tree.nodes[i].parent:
+            ends[open_nodes.pop()] = first[i]
+        open_nodes.append(i)
+    return ends | dict.fromkeys(open_nodes, end)
+
+
+def _pieces(tree: Tree, weights: NodeWeights, paths: list[list[int]], start: list[int]) -> list[Piece]:
+    """`start[j]` is the first leaf of the best piece that ends before leaf j: walk back from the end."""
+    bounds = [len(paths)]
+    while bounds[-1] > 0:
+        bounds.append(start[bounds[-1]])
+    bounds.reverse()
+    pieces, done = [], frozenset[int]()
+    for i, j in pairwise(bounds):
+        nodes = tuple(dict.fromkeys(node for path in paths[i:j] for node in path))
+        pieces.append(Piece(tree, weights, nodes, frozenset(nodes) - done))
+        done |= frozenset(nodes)
+    return pieces
+
+
+def _depth_first_leaves(tree: Tree) -> list[int]:
+    """Paths sort like words: the parent is a prefix, children in index order."""
+    return [path[-1] for path in sorted(tree.path(leaf.node) for leaf in tree.leaves)]
+
+
+def _path_tokens(tree: Tree) -> list[int]:
+    """Tokens from the root to each node, both included."""
+    through: list[int] = []
+    for node in tree.nodes:
+        through.append(node.num_tokens + (through[node.parent] if node.parent >= 0 else 0))
+    return through
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """The last node that both paths share."""
+    return [x for x, y in zip(a, b, strict=False) if x == y][-1]
