@@ -54,8 +54,8 @@ def make_model(
     tied: bool = True,
     seed: int = 0,
     num_layers: int = 4,
-    hidden_size: int = 64,
-    ffn_size: int = 128,
+    hidden_size: int = 128,
+    ffn_size: int = 192,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     vocab_size: int = 128,
@@ -87,12 +87,13 @@ def make_model(
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Draws every parameter anew. Matrices get a spread of 1.5/sqrt(fan-in), norms 1 ± 0.2, biases ± 0.2."""
+    """Draws every parameter anew. Matrices get a spread of 1.5/sqrt(fan-in), embeddings
+    0.4 (tied to the head, they make logits of a spread near 3), norms 1 ± 0.2, biases ± 0.2."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 2:
-            value = draw * (1.5 if "embed_tokens" in name else 1.5 / parameter.shape[1] ** 0.5)
+            value = draw * (0.4 if "embed_tokens" in name else 1.5 / parameter.shape[1] ** 0.5)
         else:
             value = 0.2 * draw + (1.0 if "norm" in name else 0.0)
         parameter.copy_(value.to(parameter.dtype))

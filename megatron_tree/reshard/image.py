@@ -1,0 +1,121 @@
+"""Model images: a safetensors file with a fixed place for every tensor, written by many, read by many.
+
+On disk an image is the weights file of a Hugging Face folder; in shared memory it is what engines load from. Each owner
+writes only its slices and each reader maps only its own, so no process ever holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from megatron_tree.reshard.names import ModelShape
+from megatron_tree.reshard.plan import SliceCopy
+
+DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def create(path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
+    """Makes an empty image in its full size. Raises OSError when the file system has no room for it.
+
+    The bytes are reserved, not only promised: a full /dev/shm must be an error here, not a SIGBUS in a writer.
+    """
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor_shape in shape.tensors().items():
+        size = int(np.prod(tensor_shape)) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensor_shape), "data_offsets": [offset, offset + size]}  # type: ignore[dict-item]
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors start aligned
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + offset)
+
+
+def writable(path: Path) -> dict[str, torch.Tensor]:
+    """Maps an image for writing: Hugging Face name -> tensor over the file's own pages."""
+    mapped = np.memmap(path, dtype=np.uint8, mode="r+")
+    length = struct.unpack("<Q", mapped[:8].tobytes())[0]
+    header = json.loads(mapped[8 : 8 + length].tobytes())
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        flat = torch.from_numpy(mapped[8 + length + start : 8 + length + stop])
+        tensors[name] = flat.view(DTYPES[entry["dtype"]]).view(entry["shape"])
+    return tensors
+
+
+def write_slices(
+    image: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor], copies: Iterable[SliceCopy]
+) -> int:
+    """Copies a rank's slices into the image; returns the bytes written."""
+    written = 0
+    for copy in copies:
+        target = image[copy.tensor][copy.tensor_index]
+        target.copy_(params[copy.param][copy.param_index])
+        written += target.numel() * target.element_size()
+    return written
+
+
+class Folder:
+    """The weights of a Hugging Face folder (one safetensors file, or shards with an index), read slice by slice."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder)
+        index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
+        if index.exists():
+            self._files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        elif single.exists():
+            self._files = dict.fromkeys(self._open(single.name).keys(), single.name)
+        else:
+            raise ValueError(f"model.path: {self.path} has neither {single.name} nor {index.name}")
+        self._opened: dict[str, safe_open] = {}
+
+    def check(self, shape: ModelShape) -> None:
+        """ValueError naming the first tensor that is missing or misshapen; no weight is read."""
+        for name, expected in shape.tensors().items():
+            if name not in self._files:
+                raise ValueError(f"model.path: {self.path} lacks the tensor {name}, {len(self._files)} are there")
+            got = tuple(self._reader(name).get_slice(name).get_shape())
+            if got != expected:
+                raise ValueError(f"model.path: {self.path}: {name} must have shape {expected}, got {got}")
+
+    def read(self, copy: SliceCopy) -> torch.Tensor:
+        return self._reader(copy.tensor).get_slice(copy.tensor)[copy.tensor_index]
+
+    def _reader(self, name: str) -> safe_open:
+        file = self._files[name]
+        if file not in self._opened:
+            self._opened[file] = self._open(file)
+        return self._opened[file]
+
+    def _open(self, file: str) -> safe_open:
+        try:
+            return safe_open(self.path / file, framework="pt")
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"model.path: cannot read {self.path / file}: {error}") from error
+
+
+def load_slices(folder: Folder, params: Mapping[str, torch.Tensor], copies: Iterable[SliceCopy]) -> None:
+    """Fills a rank's parameters from a folder; vocabulary padding rows keep what they have."""
+    with torch.no_grad():
+        for copy in copies:
+            params[copy.param][copy.param_index].copy_(folder.read(copy))
+
+
+def carry_files(source: Path, target: Path) -> None:
+    """Copies config, tokenizer and chat template beside exported weights."""
+    for file in sorted(source.iterdir()):
+        if file.suffix in (".json", ".jinja", ".txt", ".model") and not file.name.endswith(".index.json"):
+            shutil.copy2(file, target / file.name)

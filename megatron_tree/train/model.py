@@ -1,0 +1,175 @@
+"""The actor and reference model: Megatron-Core's GPTModel over packed trees.
+
+`TreeGPTModel` overrides two methods: `_preprocess` (rotary embedding by depth in the tree, not by packed index) and
+`_postprocess` (hidden states gathered at `predict_from` before the output layer, so the head runs on trained tokens only;
+it returns their log-probs). Not here: optimizer and schedule (`step`), weights (`reshard`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from torch import Tensor
+
+from megatron_tree.layout import ParallelLayout
+from megatron_tree.reshard.names import ModelShape
+from megatron_tree.train import on_cpu
+from megatron_tree.train.attention import TreeAttention
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm in fp32, as transformers computes it. Megatron's torch wrapper refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = hidden.float()
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(hidden.dtype)
+
+
+class TreeGPTModel(GPTModel):
+    """GPTModel on one packed micro-batch at a time.
+
+    forward(input_ids [1, S], position_ids [1, S], attention_mask = subtree_end [S],
+    labels = stack(predict_from, target_ids) [2, T]) returns log-probs [T] in fp32 on the last stage, the hidden states
+    [S, 1, hidden] on the others.
+    """
+
+    def __init__(self, shape: ModelShape, *, temperature: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.real_vocab = shape.vocab
+        self.temperature = temperature
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        table = self.rotary_pos_emb.get_emb(int(position_ids.max()) + 1)
+        return (decoder_input, table[position_ids[0]], *rest)
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Tensor, **_: Any) -> Tensor:
+        if not self.post_process:
+            return hidden_states
+        predict_from, target_ids = labels
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits, _bias = self.output_layer(hidden_states[predict_from], weight=weight)
+        logits = self._without_padding(logits.float() / self.temperature)
+        return -vocab_parallel_cross_entropy(logits, target_ids.unsqueeze(1)).squeeze(1)
+
+    def _without_padding(self, logits: Tensor) -> Tensor:
+        """Padding rows of the vocabulary must not enter the log-sum-exp."""
+        part = logits.shape[-1]
+        first = part * parallel_state.get_tensor_model_parallel_rank()
+        real = self.real_vocab - first
+        if real >= part:
+            return logits
+        padding = torch.arange(part, device=logits.device) >= real
+        return logits.masked_fill(padding, float("-inf"))
+
+
+def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's config of one model. Without fusions that need Apex or Transformer Engine; without dropout."""
+    cpu = on_cpu.use_cpu()
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        ffn_hidden_size=shape.ffn,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        layernorm_epsilon=shape.norm_eps,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=shape.family == "qwen2",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        perform_initialization=False,  # weights are loaded right after
+        use_cpu_initialization=cpu,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        calculate_per_token_loss=True,  # Megatron divides by nothing: the weights in the loss are the normaliser
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, for dense models too
+        deallocate_pipeline_outputs=not cpu,  # gloo sends may still read the buffer
+    )
+
+
+def layer_spec() -> ModuleSpec:
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=TreeAttention,
+                    linear_proj=RowParallelLinear,
+                    q_layernorm=IdentityOp,
+                    k_layernorm=IdentityOp,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def build(
+    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, temperature: float
+) -> TreeGPTModel:
+    """This rank's stage of the model, its weights zero (norms one) until they are loaded."""
+    stage = layout.coordinates(rank).pp
+    model = TreeGPTModel(
+        shape,
+        temperature=temperature,
+        config=transformer_config(shape, layout, dtype),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer_spec()] * len(layout.stage_layers(shape.num_layers, stage)), layer_norm=RMSNorm
+        ),
+        vocab_size=shape.padded_vocab(layout.tp),
+        max_sequence_length=shape.max_positions,
+        pre_process=stage == 0,
+        post_process=stage == layout.pp - 1,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if not name.endswith("layernorm.weight"):
+                param.zero_()  # uninitialised memory may hold NaN, and vocabulary padding is never loaded
+    return model if on_cpu.use_cpu() else model.cuda()

@@ -1,0 +1,196 @@
+"""One Megatron rank: a plain class that `cluster` makes a Ray actor of, and tests run in a process.
+
+Its methods are collective: the trainer group calls them on every rank with the same name, and each rank gets its own share
+of the data. They are not re-entrant. `phase` alone may be called from another thread: it names what a hanging rank is at.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_tree.algo.loss import LossInputs, nll_loss, policy_loss
+from megatron_tree.config import AlgoConfig, OptimizerConfig
+from megatron_tree.layout import ParallelLayout
+from megatron_tree.metrics import Metrics
+from megatron_tree.reshard import image, plan
+from megatron_tree.reshard.names import check_model, read_shape
+from megatron_tree.train import on_cpu, step
+from megatron_tree.train.model import TreeGPTModel, build
+from megatron_tree.types import MicroBatch
+
+Objective = Literal["policy", "sft"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What every rank of a group is told."""
+
+    model_path: str
+    layout: ParallelLayout
+    dtype: Literal["fp32", "bf16"]
+    temperature: float  # of the rollouts: log-probs are those of the sampled distribution
+    algo: AlgoConfig
+    collective_timeout_s: float
+    num_threads: int  # of torch, on a CPU
+
+
+class TrainRank:
+    def __init__(self, rank: int, setup: RankSetup) -> None:
+        self.rank = rank
+        self.setup = setup
+        self.layout = setup.layout
+        self._phase = "created"
+        self._store: dist.TCPStore | None = None
+
+    def phase(self) -> str:
+        return self._phase
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def bind(self) -> tuple[str, int]:
+        """Rank 0 opens the group's store on a free port and says where."""
+        host = "127.0.0.1" if on_cpu.use_cpu() else socket.gethostbyname(socket.gethostname())
+        self._store = dist.TCPStore(
+            host, 0, world_size=self.layout.world_size, is_master=True, wait_for_workers=False, timeout=self._timeout
+        )
+        return host, self._store.port
+
+    def start(self, address: tuple[str, int]) -> None:
+        """Joins the process group, builds this rank's stage and loads its slices of the Hugging Face folder."""
+        with self._in("start"):
+            store = self._store or dist.TCPStore(*address, is_master=False, timeout=self._timeout)
+            start_megatron(self.rank, self.layout, store, self._timeout, self.setup.num_threads)
+            self.shape = read_shape(self.setup.model_path)
+            check_model(self.shape, self.layout)
+            self.model = self._build()
+            self._load(self.model, self.setup.model_path)
+            self.wrapped = step.wrap(self.model)
+            self.reference: TreeGPTModel | None = None
+            self.optimizer = None
+
+    def stop(self) -> None:
+        stop_megatron()
+
+    def take_reference(self) -> None:
+        """Freezes a copy of the actor as it is now."""
+        with self._in("take_reference"):
+            if self.reference is None:
+                self.reference = self._build()
+            with torch.no_grad():
+                for mine, actor in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+                    mine.copy_(actor).requires_grad_(False)
+
+    def begin(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+        """Starts a training phase: a fresh optimizer, its schedule at step 0."""
+        with self._in("begin"):
+            self.optimizer_config, self.total_steps, self.step_index = optimizer, total_steps, 0
+            self.optimizer = step.make_optimizer(self.wrapped, optimizer)
+
+    def score(self, batches: Sequence[MicroBatch], which: Literal["actor", "reference"]) -> list[np.ndarray] | None:
+        """Log-probs [T] of each micro-batch under the actor or the reference; None off the reporting ranks."""
+        with self._in(f"score {which}"):
+            model = self.model if which == "actor" else self.reference
+            assert model is not None, "the reference model was not taken"
+            logprobs = step.forward_only(model, batches)
+            return logprobs if self._reports() else None
+
+    def train(self, batches: Sequence[MicroBatch], objective: Objective) -> step.StepResult:
+        """One optimizer step on this rank's micro-batches."""
+        with self._in(f"train {objective}"):
+            assert self.optimizer is not None, "begin comes first"
+            metrics = self.accumulate(batches, objective)
+            rate = step.learning_rate(self.optimizer_config, self.step_index, self.total_steps)
+            result = step.apply_gradients(self.optimizer, metrics, self.optimizer_config.clip_grad, rate)
+            self.step_index += 1
+            return result if self._reports() else step.StepResult({}, result.grad_norm, rate, result.skipped)
+
+    def accumulate(self, batches: Sequence[MicroBatch], objective: Objective) -> Metrics:
+        """Gradients of one step, reduced over ranks and left in the buffers."""
+        return step.forward_backward(self.wrapped, batches, self._loss(objective))
+
+    def create_image(self, path: str, dtype: Literal["fp32", "bf16"]) -> None:
+        """Rank 0 makes the empty image before all ranks write; an existing one of the same run is written over."""
+        with self._in("create_image"):
+            if not Path(path).exists():
+                image.create(Path(path), self.shape, DTYPES[dtype])
+
+    def write_image(self, path: str) -> int:
+        """Writes this rank's own slices; returns the bytes."""
+        with self._in("write_image"), torch.no_grad():
+            owned = plan.owned(self.shape, self.layout, self.rank)
+            return image.write_slices(image.writable(Path(path)), dict(self.model.named_parameters()), owned)
+
+    def _build(self) -> TreeGPTModel:
+        dtype = DTYPES[self.setup.dtype]
+        model = build(self.shape, self.layout, self.rank, dtype, self.setup.temperature)
+        names = [name for name, _ in model.named_parameters()]
+        assert set(names) == set(plan.params(self.shape, self.layout, self.rank)), "the plan names other parameters"
+        return model
+
+    def _load(self, model: TreeGPTModel, folder: str) -> None:
+        weights = image.Folder(folder)
+        weights.check(self.shape)
+        copies = plan.held(self.shape, self.layout, self.rank)
+        image.load_slices(weights, dict(model.named_parameters()), copies)
+
+    def _loss(self, objective: Objective) -> step.Loss:
+        def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
+            inputs = LossInputs.from_micro_batch(batch, logprobs.device)
+            return nll_loss(logprobs, inputs) if objective == "sft" else policy_loss(logprobs, inputs, self.setup.algo)
+
+        return loss
+
+    def _reports(self) -> bool:
+        return self.rank in self.layout.output_ranks()
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.setup.collective_timeout_s)
+
+    @contextmanager
+    def _in(self, phase: str) -> Iterator[None]:
+        self._phase = phase
+        with on_cpu.device_scope():
+            yield
+        self._phase = f"idle after {phase}"
+
+
+def start_megatron(rank: int, layout: ParallelLayout, store: dist.Store, timeout: timedelta, num_threads: int) -> None:
+    """Process group and Megatron's parallel state. Seeds are fixed: training itself draws no random number."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    cpu = on_cpu.use_cpu()
+    dist.init_process_group(
+        "gloo" if cpu else "nccl", store=store, rank=rank, world_size=layout.world_size, timeout=timeout
+    )
+    if cpu:
+        torch.set_num_threads(num_threads)
+        on_cpu.install()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        distributed_timeout_minutes=timeout.total_seconds() / 60,
+    )
+    if not cpu:
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def stop_megatron() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
