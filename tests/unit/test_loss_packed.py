@@ -183,11 +183,7 @@ def test_the_gradient_does_not_depend_on_ranks_budgets_or_padding() -> None:
     algo = ALGOS[0]
     wanted = gradients(packed_loss(model, step_batch(groups, algo, WHOLE)[0], algo), model)
     cut_trees = 0.0
-    for spec in (
-        PackingSpec(1, LONGEST, 1, WIDTH),
-        PackingSpec(2, 64, 8, WIDTH),
-        PackingSpec(5, LONGEST, 6, WIDTH),
-    ):
+    for dp, tokens, pad_to in ((1, LONGEST, 1), (2, 64, 8), (5, LONGEST, 6)):
         batch, measured = step_batch(groups, algo, PackingSpec(dp, tokens, pad_to, WIDTH))
         cut_trees += measured["packing/cut_trees"].value
         assert_same(gradients(packed_loss(model, batch, algo), model), wanted)
