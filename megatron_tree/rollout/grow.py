@@ -244,7 +244,7 @@ class Grower:
         end = self.tokens.encode(reply.keep_end)
         if len(end) > limit:
             raise ValueError(
-                f"rollout.max_observation_tokens: must hold {reply.keep_end!r}, {len(end)} tokens, got {limit}"
+                f"rollout.max_observation_tokens: must hold {reply.keep_end!r} ({len(end)}), got {limit}"
             )
         return np.concatenate([ids[: limit - len(end)], end])
 
