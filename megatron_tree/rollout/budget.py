@@ -2,19 +2,20 @@
 
 Caps are hard and belong to the path: a branch inherits what its prefix spent of turns, tool calls and tokens.
 
-Expectation. A branch from node v is taken to cost what lies between v and a leaf in the tree it is drawn from,
-on the mean over the leaves below v. Every draw of a round is uniform over the round's candidates C (also without
-replacement), hence, given the trees drawn from, exactly
+Expectation. A branch from node v is taken to cost what lies between v and a leaf in the tree it is drawn
+from, on the mean over the leaves below v. Every draw of a round is uniform over the round's candidates C
+(also without replacement), hence, given the trees drawn from, exactly
 
     E = Σ_trees [ chain + Σ_rounds N · mean_{v ∈ C} mean_{leaves i below v} cost(v → i) ].
 
-For D equal turns and round 1 this is B/2 a branch without the root among the candidates and B(D+1)/(2D) with it.
-The paper states M·B + L·N·B/2 for M trees; each of the M trees is expanded, so the second term lacks a factor M,
-which `paper_formula` puts in.
+For D equal turns and round 1 this is B/2 a branch without the root among the candidates and B(D+1)/(2D) with
+it. The paper states M·B + L·N·B/2 for M trees; each of the M trees is expanded, so the second term lacks a
+factor M, which `paper_formula` puts in.
 
-Limit: a branch may be longer than what it leaves behind. Where agents stop at random (every turn answers with the
-same probability), short chains have few candidates and each is drawn more often, so more is spent than expected:
-by 25 to 38 % for 30 % answers a turn and 4 to 8 turns, M, N, L = 2, 2, 1. The gap in the log is this, no fault.
+Limit: a branch may be longer than what it leaves behind. Where agents stop at random (every turn answers with
+the same probability), short chains have few candidates and each is drawn more often, so more is spent than
+expected: by 25 to 38 % for 30 % answers a turn and 4 to 8 turns, M, N, L = 2, 2, 1. The gap in the log is
+this, no fault.
 """
 
 from __future__ import annotations
