@@ -14,7 +14,7 @@ factor M, which `paper_formula` puts in.
 
 Limit: a branch may be longer than what it leaves behind. Where agents stop at random (every turn answers with
 the same probability), short chains have few candidates and each is drawn more often, so more is spent than
-expected: by 25 to 38 % for 30 % answers a turn and 4 to 8 turns, M, N, L = 2, 2, 1. The gap in the log is
+expected: by 25 to 38 % for 30 % answers a turn, 4 to 8 turns, M, N, L = 2, 2, 1, `root: fallback`. The gap is
 this, no fault.
 """
 
