@@ -165,7 +165,8 @@ class EngineConfig(Section):
     max_model_len: Positive = 4096  # tokens of prompt and path
     max_num_seqs: Positive = 64  # sequences that decode together
     block_size: Positive = 32  # tokens; granularity of the prefix cache (a multiple of 32 on a CPU)
-    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0  # CPU only
+    kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0  # per rank; CPU only
+    cpu_threads: Positive = 1  # OpenMP threads per rank; CPU only
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85  # GPU only
     start_timeout_s: Seconds = 600.0
     request_timeout_s: Seconds = 600.0

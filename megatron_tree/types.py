@@ -168,3 +168,12 @@ class GenerateResult:
     finish: Literal["stop", "length"]  # `stop`: end of sequence or a stop string
     cached_tokens: int  # of the prompt
     policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One published version of the weights, as engines are told of it."""
+
+    image: str  # safetensors file with Hugging Face names, on a file system that trainers and engines share
+    version: int
+    names: tuple[str, ...]  # every tensor of the plan; the image must hold these and no other

@@ -1,0 +1,40 @@
+"""What the pool asks of one engine, and the two ways in which an engine fails."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from megatron_tree.types import GenerateRequest, GenerateResult, Update
+
+
+class EngineDied(Exception):
+    """The engine is gone or of no further use; the pool kills and restarts it."""
+
+
+class Aborted(Exception):
+    """The request ended without a result although the engine is well; the pool submits it again."""
+
+
+class EngineHandle(Protocol):
+    """One engine, wherever it runs. Every method may raise EngineDied; ValueError means that the caller is wrong."""
+
+    async def start(self, update: Update | None) -> None:
+        """Loads the model and, if given, the published version, before any request is taken."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Raises Aborted."""
+        ...
+
+    async def check(self, update: Update) -> None:
+        """ValueError when the engine could not load this version. Changes nothing."""
+        ...
+
+    async def update(self, update: Update) -> int:
+        """Loads the version in place and drops the prefix cache; returns the version. After any failure but
+        ValueError the engine is useless."""
+        ...
+
+    async def kill(self) -> None:
+        """Ends the engine's processes at once. Never raises because they are already gone."""
+        ...
