@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_trees import random_group
+from tests.toy_trees import random_group
 
 from megatron_tree import metrics
 from megatron_tree.algo import advantage

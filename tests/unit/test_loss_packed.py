@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_trees import chain_copies, random_group
+from tests.toy_trees import chain_copies, random_group
 
 from megatron_tree.algo import advantage
 from megatron_tree.algo.batch import PackingSpec, scoring_batch, sft_batch, step_batch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_trees import chain_copies, random_tree
+from tests.toy_trees import chain_copies, random_tree
 
 from megatron_tree.algo.packing import NodeWeights, Piece, cut, node_weights, pack, scatter, visible_keys
 from megatron_tree.types import Leaf, Node, Tree

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy_trees import random_group, random_tree
+from tests.toy_trees import random_group, random_tree
 
 from megatron_tree import metrics
 from megatron_tree.algo.batch import PackingSpec, cost, partition, scoring_batch, sft_batch, split, step_batch

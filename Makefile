@@ -1,0 +1,72 @@
+# One .venv for everything. Every target that needs it sets it up first when it is missing or its pins have changed.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+.ONESHELL:
+.PHONY: help setup demo test test-full lint format lock clean
+
+LOCK := requirements/cpu.txt
+BIN := .venv/bin
+# What was installed, by content: a fresh clone has arbitrary file times.
+STAMP := .venv/installed
+WANTED = $$(cat $(LOCK) pyproject.toml | sha256sum | cut -d' ' -f1)
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+# Test processes share the cores; models are local folders.
+TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+QUICKSTART := runs/quickstart
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: ## Make or update .venv (Python 3.11 or 3.12) with the pinned packages of the CPU build.
+	@if [[ $$(cat $(STAMP) 2>/dev/null) == "$(WANTED)" ]]; then exit 0; fi
+	if [[ ! -x $(BIN)/python ]]; then
+	  python=
+	  for name in python3.11 python3.12 python3; do
+	    if "$$name" -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; then
+	      python=$$name; break
+	    fi
+	  done
+	  if [[ -z $$python ]]; then
+	    echo "setup: needs Python 3.11 or 3.12 with venv on PATH, found neither" >&2; exit 1
+	  fi
+	  echo "setup: .venv with $$("$$python" --version)" >&2
+	  "$$python" -m venv .venv
+	fi
+	rm -f $(STAMP)
+	echo "setup: torch" >&2
+	$(PIP) "$$(grep '^torch==' $(LOCK))"
+	echo "setup: $$(grep -c == $(LOCK)) pinned packages" >&2
+	$(PIP) --no-deps -r $(LOCK)
+	$(PIP) --no-deps --no-build-isolation -e .
+	# beside a CPU torch these do not import and take transformers with them
+	$(BIN)/python -m pip --quiet uninstall -y torchvision torchaudio torchcodec 2>/dev/null
+	echo "$(WANTED)" > $(STAMP)
+
+demo: setup ## Train the quickstart agent; the last line is a JSON summary.
+	@$(BIN)/python -m examples.quickstart.prepare
+	$(BIN)/megatron-tree train examples/quickstart/config.yaml run.dir=$(QUICKSTART)-$$(date +%Y%m%d-%H%M%S)
+
+test: setup ## Run the tests, but for the long ones.
+	@$(TEST) -m "not full"
+
+test-full: setup ## Run every test; takes long.
+	@$(TEST)
+
+lint: setup ## Check style, formatting, import walls and types.
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: setup ## Fix what ruff can fix.
+	@$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock: ## Write requirements/cpu.txt from .venv, after a pin in pyproject.toml was changed and installed.
+	@$(BIN)/python tools/lock.py
+
+clean: ## Remove .venv, caches and what prepare made; runs/ stays.
+	@rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache *.egg-info examples/*/generated
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
