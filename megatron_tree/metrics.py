@@ -101,20 +101,27 @@ class PhaseTimer:
 class RunLog:
     """The files of a run folder that grow: TensorBoard scalars and texts, `metrics.jsonl`, `trees.jsonl`.
 
-    With `resume_step` the lines of later steps are dropped first: a step that is redone is logged once.
+    A step that is redone is logged once: `restart_after` drops what was logged of later steps.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._open(purge_step=None)
+
+    def _open(self, purge_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            for name in ("metrics.jsonl", "trees.jsonl"):
-                _drop_after(folder / name, resume_step)
-        self._metrics = _append(folder / "metrics.jsonl")
-        self._trees = _append(folder / "trees.jsonl")
-        purge = None if resume_step is None else resume_step + 1
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self._metrics = _append(self._folder / "metrics.jsonl")
+        self._trees = _append(self._folder / "trees.jsonl")
+        self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge_step)
+
+    def restart_after(self, step: int) -> None:
+        """Drops the lines of steps after `step`, and cut-off ones; TensorBoard hides its own."""
+        self.close()
+        for name in ("metrics.jsonl", "trees.jsonl"):
+            _drop_after(self._folder / name, step)
+        self._open(purge_step=step + 1)
 
     def scalars(self, step: int, scalars: dict[str, float]) -> None:
         for name, value in scalars.items():

@@ -19,6 +19,12 @@ IntArray = NDArray[np.int32]
 IndexArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
+
+
+class RunFailed(RuntimeError):
+    """A part failed for good, after whatever retries it has; one line for the user, no fault of the config."""
+
+
 Finish = Literal["prompt", "tool", "invalid", "answer", "max_tokens", "max_turns"]
 """Why a node ended: `prompt` (node 0), `tool` (the tool answered), `invalid` (a hint answered), `answer` (the agent
 answered: a leaf), `max_tokens` (the tokens ran out: a leaf), `max_turns` (the turns ran out without an answer: a leaf)."""

@@ -48,7 +48,9 @@ def runs(subtree_end: bytes) -> tuple[Run, ...]:
             open_runs.pop()
         own_end = int(end[start])
         if own_end <= start + 1 < stop:
-            raise AssertionError(f"tokens {start}..{stop} share subtree_end {own_end}, which is before their own end")
+            raise AssertionError(
+                f"tokens {start}..{stop} share subtree_end {own_end}, which is before their own end"
+            )
         found.append(Run(start, stop, _joined(open_runs)))
         open_runs.append((start, stop, own_end))
     return tuple(found)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -21,7 +22,6 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from torch import Tensor
 
 from megatron_tree.layout import ParallelLayout
@@ -58,7 +58,9 @@ class TreeGPTModel(GPTModel):
         self.real_vocab = shape.vocab
         self.temperature = temperature
 
-    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def _preprocess(
+        self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
         decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         table = self.rotary_pos_emb.get_emb(int(position_ids.max()) + 1)
         return (decoder_input, table[position_ids[0]], *rest)
@@ -67,7 +69,9 @@ class TreeGPTModel(GPTModel):
         if not self.post_process:
             return hidden_states
         predict_from, target_ids = labels
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight = (
+            self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        )
         logits, _bias = self.output_layer(hidden_states[predict_from], weight=weight)
         logits = self._without_padding(logits.float() / self.temperature)
         return -vocab_parallel_cross_entropy(logits, target_ids.unsqueeze(1)).squeeze(1)

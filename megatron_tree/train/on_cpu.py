@@ -33,14 +33,18 @@ def install() -> None:
     random.initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def device_scope() -> Any:  # noqa: ANN401 - a context manager
+def device_scope() -> Any:
     """Inside, "cuda" means the CPU. A TorchFunctionMode holds for one thread, so each entry point enters it anew."""
     return _CpuForCuda() if use_cpu() else nullcontext()
 
 
 class _CpuForCuda(TorchFunctionMode):
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if "device" in kwargs and _is_cuda(kwargs["device"]):

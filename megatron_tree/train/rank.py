@@ -7,10 +7,10 @@ of the data. They are not re-entrant. `phase` alone may be called from another t
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -18,32 +18,21 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_tree.algo.loss import LossInputs, nll_loss, policy_loss
-from megatron_tree.config import AlgoConfig, OptimizerConfig
+from megatron_tree.config import OptimizerConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.metrics import Metrics
 from megatron_tree.reshard import image, plan
 from megatron_tree.reshard.names import check_model, read_shape
-from megatron_tree.train import on_cpu, step
+from megatron_tree.reshard.publish import Slots
+from megatron_tree.train import checkpoint, on_cpu, step
+from megatron_tree.train.group import Objective, RankSetup, StepResult
 from megatron_tree.train.model import TreeGPTModel, build
-from megatron_tree.types import MicroBatch
+from megatron_tree.types import MicroBatch, Update
 
-Objective = Literal["policy", "sft"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class RankSetup:
-    """What every rank of a group is told."""
-
-    model_path: str
-    layout: ParallelLayout
-    dtype: Literal["fp32", "bf16"]
-    temperature: float  # of the rollouts: log-probs are those of the sampled distribution
-    algo: AlgoConfig
-    collective_timeout_s: float
-    num_threads: int  # of torch, on a CPU
 
 
 class TrainRank:
@@ -52,7 +41,10 @@ class TrainRank:
         self.setup = setup
         self.layout = setup.layout
         self._phase = "created"
-        self._store: dist.TCPStore | None = None
+        self._store: dist.Store | None = None
+        self._slots: Slots | None = None
+        self.reference: TreeGPTModel | None = None
+        self.optimizer: MegatronOptimizer | None = None
 
     def phase(self) -> str:
         return self._phase
@@ -64,34 +56,42 @@ class TrainRank:
         """Rank 0 opens the group's store on a free port and says where."""
         host = "127.0.0.1" if on_cpu.use_cpu() else socket.gethostbyname(socket.gethostname())
         self._store = dist.TCPStore(
-            host, 0, world_size=self.layout.world_size, is_master=True, wait_for_workers=False, timeout=self._timeout
+            host,
+            0,
+            world_size=self.layout.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
         )
         return host, self._store.port
 
-    def start(self, address: tuple[str, int]) -> None:
-        """Joins the process group, builds this rank's stage and loads its slices of the Hugging Face folder."""
+    def start(self, address: tuple[str, int], weights: str) -> None:
+        """Joins the process group, builds this rank's stage and loads its slices of a Hugging Face folder."""
         with self._in("start"):
             store = self._store or dist.TCPStore(*address, is_master=False, timeout=self._timeout)
             start_megatron(self.rank, self.layout, store, self._timeout, self.setup.num_threads)
             self.shape = read_shape(self.setup.model_path)
             check_model(self.shape, self.layout)
             self.model = self._build()
-            self._load(self.model, self.setup.model_path)
+            self._load(self.model, weights)
             self.wrapped = step.wrap(self.model)
-            self.reference: TreeGPTModel | None = None
-            self.optimizer = None
 
     def stop(self) -> None:
+        """Leaves the process group and removes this run's images."""
+        if self._slots is not None:
+            self._slots.close()
         stop_megatron()
 
-    def take_reference(self) -> None:
-        """Freezes a copy of the actor as it is now."""
-        with self._in("take_reference"):
+    def take_reference(self, weights: str | None) -> None:
+        """Freezes the actor as it is now, or the weights of a Hugging Face folder, as the reference model."""
+        with self._in("take_reference"), torch.no_grad():
             if self.reference is None:
-                self.reference = self._build()
-            with torch.no_grad():
-                for mine, actor in zip(self.reference.parameters(), self.model.parameters(), strict=True):
-                    mine.copy_(actor).requires_grad_(False)
+                self.reference = self._build().requires_grad_(False)
+            if weights is not None:
+                self._load(self.reference, weights)
+                return
+            for mine, actor in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+                mine.copy_(actor)
 
     def begin(self, optimizer: OptimizerConfig, total_steps: int) -> None:
         """Starts a training phase: a fresh optimizer, its schedule at step 0."""
@@ -99,7 +99,9 @@ class TrainRank:
             self.optimizer_config, self.total_steps, self.step_index = optimizer, total_steps, 0
             self.optimizer = step.make_optimizer(self.wrapped, optimizer)
 
-    def score(self, batches: Sequence[MicroBatch], which: Literal["actor", "reference"]) -> list[np.ndarray] | None:
+    def score(
+        self, batches: Sequence[MicroBatch], which: Literal["actor", "reference"]
+    ) -> list[np.ndarray] | None:
         """Log-probs [T] of each micro-batch under the actor or the reference; None off the reporting ranks."""
         with self._in(f"score {which}"):
             model = self.model if which == "actor" else self.reference
@@ -107,7 +109,7 @@ class TrainRank:
             logprobs = step.forward_only(model, batches)
             return logprobs if self._reports() else None
 
-    def train(self, batches: Sequence[MicroBatch], objective: Objective) -> step.StepResult:
+    def train(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
         """One optimizer step on this rank's micro-batches."""
         with self._in(f"train {objective}"):
             assert self.optimizer is not None, "begin comes first"
@@ -115,29 +117,63 @@ class TrainRank:
             rate = step.learning_rate(self.optimizer_config, self.step_index, self.total_steps)
             result = step.apply_gradients(self.optimizer, metrics, self.optimizer_config.clip_grad, rate)
             self.step_index += 1
-            return result if self._reports() else step.StepResult({}, result.grad_norm, rate, result.skipped)
+            return result if self._reports() else StepResult({}, result.grad_norm, rate, result.skipped)
 
     def accumulate(self, batches: Sequence[MicroBatch], objective: Objective) -> Metrics:
         """Gradients of one step, reduced over ranks and left in the buffers."""
         return step.forward_backward(self.wrapped, batches, self._loss(objective))
 
-    def create_image(self, path: str, dtype: Literal["fp32", "bf16"]) -> None:
-        """Rank 0 makes the empty image before all ranks write; an existing one of the same run is written over."""
+    def create_image(
+        self, image_dir: str, run_id: str, version: int, dtype: Literal["fp32", "bf16"]
+    ) -> Update:
+        """Rank 0 makes the slot of a version, before all ranks write."""
         with self._in("create_image"):
-            if not Path(path).exists():
-                image.create(Path(path), self.shape, DTYPES[dtype])
+            if self._slots is None:
+                self._slots = Slots(image_dir, run_id)
+            path = self._slots.create(version, self.shape, DTYPES[dtype])
+            return Update(image=str(path), version=version, names=tuple(self.shape.tensors()))
 
-    def write_image(self, path: str) -> int:
-        """Writes this rank's own slices; returns the bytes."""
-        with self._in("write_image"), torch.no_grad():
+    def write_slices(self, path: str) -> int:
+        """Writes this rank's own slices into an image; returns the bytes."""
+        with self._in("write_slices"), torch.no_grad():
             owned = plan.owned(self.shape, self.layout, self.rank)
             return image.write_slices(image.writable(Path(path)), dict(self.model.named_parameters()), owned)
+
+    def create_export(self, folder: str) -> str:
+        """Rank 0 makes a Hugging Face folder aside, with everything but the weights."""
+        with self._in("create_export"):
+            aside = Path(folder + ".partial")
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            image.carry_files(Path(self.setup.model_path), aside)
+            image.create(aside / "model.safetensors", self.shape, DTYPES[self.setup.dtype])
+            return str(aside / "model.safetensors")
+
+    def finish_export(self, folder: str) -> None:
+        """Renames it to its name, which must be free."""
+        Path(folder + ".partial").rename(folder)
+
+    def save(self, folder: str) -> None:
+        """Writes model, optimizer and schedule into a folder that rank 0 makes."""
+        with self._in("save"):
+            assert self.optimizer is not None, "begin comes first"
+            if self.rank == 0:
+                Path(folder).mkdir(parents=True)
+            dist.barrier()
+            checkpoint.save(Path(folder), self.model, self.optimizer, self.step_index)
+
+    def load(self, folder: str) -> None:
+        with self._in("load"):
+            assert self.optimizer is not None, "begin comes first"
+            self.step_index = checkpoint.load(Path(folder), self.model, self.optimizer)
 
     def _build(self) -> TreeGPTModel:
         dtype = DTYPES[self.setup.dtype]
         model = build(self.shape, self.layout, self.rank, dtype, self.setup.temperature)
         names = [name for name, _ in model.named_parameters()]
-        assert set(names) == set(plan.params(self.shape, self.layout, self.rank)), "the plan names other parameters"
+        assert set(names) == set(plan.params(self.shape, self.layout, self.rank)), (
+            "the plan names other parameters"
+        )
         return model
 
     def _load(self, model: TreeGPTModel, folder: str) -> None:
@@ -149,7 +185,11 @@ class TrainRank:
     def _loss(self, objective: Objective) -> step.Loss:
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
             inputs = LossInputs.from_micro_batch(batch, logprobs.device)
-            return nll_loss(logprobs, inputs) if objective == "sft" else policy_loss(logprobs, inputs, self.setup.algo)
+            return (
+                nll_loss(logprobs, inputs)
+                if objective == "sft"
+                else policy_loss(logprobs, inputs, self.setup.algo)
+            )
 
         return loss
 
@@ -168,7 +208,9 @@ class TrainRank:
         self._phase = f"idle after {phase}"
 
 
-def start_megatron(rank: int, layout: ParallelLayout, store: dist.Store, timeout: timedelta, num_threads: int) -> None:
+def start_megatron(
+    rank: int, layout: ParallelLayout, store: dist.Store, timeout: timedelta, num_threads: int
+) -> None:
     """Process group and Megatron's parallel state. Seeds are fixed: training itself draws no random number."""
     from megatron.core import parallel_state, tensor_parallel
 

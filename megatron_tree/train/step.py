@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
@@ -24,19 +27,12 @@ from torch import Tensor
 
 from megatron_tree.config import OptimizerConfig
 from megatron_tree.metrics import Metrics, merge
+from megatron_tree.train.group import StepResult
 from megatron_tree.train.model import TreeGPTModel
 from megatron_tree.types import MicroBatch
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Metrics]]
 """log-probs [T] and their micro-batch -> (sum over the trained tokens, metrics)."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    metrics: Metrics  # of this rank's dp index; empty but on the last stage
-    grad_norm: float  # before clipping, over the whole model
-    learning_rate: float
-    skipped: bool  # non-finite loss or gradient: no rank stepped
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -96,7 +92,9 @@ def forward_backward(model: DistributedDataParallel, batches: Sequence[MicroBatc
     return merge(_pipeline(model, batches, partial(_lossy, loss), forward_only=False))
 
 
-def apply_gradients(optimizer: MegatronOptimizer, metrics: Metrics, clip_grad: float, rate: float) -> StepResult:
+def apply_gradients(
+    optimizer: MegatronOptimizer, metrics: Metrics, clip_grad: float, rate: float
+) -> StepResult:
     """Clips and steps, or skips on every rank when any of them saw a non-finite loss or gradient."""
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
@@ -114,7 +112,11 @@ def apply_gradients(optimizer: MegatronOptimizer, metrics: Metrics, clip_grad: f
 
 
 def _pipeline(
-    model: torch.nn.Module, batches: Sequence[MicroBatch], on_output: Callable[..., Any], *, forward_only: bool
+    model: torch.nn.Module,
+    batches: Sequence[MicroBatch],
+    on_output: Callable[..., Any],
+    *,
+    forward_only: bool,
 ) -> list[Any]:
     """One pass of Megatron's schedule; what `on_output` kept of each micro-batch, on the last stage."""
     assert batches, "a step needs at least one micro-batch on every rank"

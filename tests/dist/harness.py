@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from megatron_tree.config import AlgoConfig
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.train.rank import Objective, RankSetup, TrainRank
+from megatron_tree.train.group import Objective, RankSetup
+from megatron_tree.train.rank import TrainRank
 from megatron_tree.types import StepBatch
 
 
@@ -37,10 +38,15 @@ class Case:
 def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
     """Writes `out/<case>/…`. Raises with the first rank's traceback."""
     world = max(case.layout.world_size for case in cases)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
     context = multiprocessing.get_context("spawn")
     errors = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, store.port, cases, out, errors), daemon=True) for r in range(world)]
+    ranks = [
+        context.Process(target=_rank, args=(r, store.port, cases, out, errors), daemon=True)
+        for r in range(world)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -69,7 +75,7 @@ def _run_case(rank: int, case: Case, store: dist.Store, out: Path) -> None:
     setup = RankSetup(str(case.model), case.layout, "fp32", case.temperature, case.algo, 120.0, 1)
     trainer = TrainRank(rank, setup)
     trainer._store = store
-    trainer.start(("", 0))
+    trainer.start(("", 0), str(case.model))
     out.mkdir(parents=True, exist_ok=True)
     dp = case.layout.coordinates(rank).dp
     if case.objective is None:
@@ -87,7 +93,9 @@ def _save_gradients(trainer: TrainRank, case: Case, dp: int, out: Path) -> None:
     with trainer._in("test"):
         metrics = trainer.accumulate(case.batch[dp], case.objective)
     if trainer._reports():
-        (out / f"loss_{dp}.txt").write_text(repr(metrics["policy/loss" if case.objective == "policy" else "sft/nll"].total))
+        (out / f"loss_{dp}.txt").write_text(
+            repr(metrics["policy/loss" if case.objective == "policy" else "sft/nll"].total)
+        )
     if trainer.rank == 0:
         image.create(out / "gradients.safetensors", trainer.shape, torch.float32)
     dist.barrier()

@@ -48,7 +48,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     for family, tied in FAMILIES:
         name = f"{family}_{'tied' if tied else 'untied'}"
         model = make_model(root / name, family=family, tied=tied, vocab_size=VOCAB, seed=3)
-        model.get_input_embeddings().padding_idx = None  # torch gives a padding row no gradient; ids here are any
+        model.get_input_embeddings().padding_idx = (
+            None  # torch gives a padding row no gradient; ids here are any
+        )
         groups = [random_group(rng, vocab=VOCAB, depth=4, branches=3, group_id=f"g{i}") for i in range(4)]
         for group in groups:
             for tree in group.trees:
@@ -57,13 +59,17 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
         full = name in ("qwen2_tied", "llama_untied")
         for key, layout in LAYOUTS.items():
             if full:
-                cases.append(Case(f"{name}_{key}", root / name, layout, _packed(groups, layout), "policy", ALGO))
+                cases.append(
+                    Case(f"{name}_{key}", root / name, layout, _packed(groups, layout), "policy", ALGO)
+                )
             if key in ("tp1pp1", "tp2", "pp2"):
                 scored, spans = scoring_batch([t for g in groups for t in g.trees], _spec(layout))
                 found[f"spans_{name}_{key}"] = spans
                 cases.append(Case(f"{name}_{key}_score", root / name, layout, scored, None, temperature=0.7))
         if full:
-            cases.append(Case(f"{name}_copied", root / name, LAYOUTS["tp1pp1"], _copied(groups), "policy", ALGO))
+            cases.append(
+                Case(f"{name}_copied", root / name, LAYOUTS["tp1pp1"], _copied(groups), "policy", ALGO)
+            )
             batch = sft_batch(_chains(groups), _spec(LAYOUTS["tp2pp2"]))[0]
             cases.append(Case(f"{name}_sft", root / name, LAYOUTS["tp2pp2"], batch, "sft"))
     run(cases, root)
@@ -97,7 +103,10 @@ def test_logprobs_equal_transformers(results: dict, family: str, tied: bool, lay
     model = results["models"][name]
     spans = results[f"spans_{name}_{layout}"]
     paths = {
-        id(tree.nodes[i]): (tree, i) for group in results["groups"][name] for tree in group.trees for i in range(len(tree.nodes))
+        id(tree.nodes[i]): (tree, i)
+        for group in results["groups"][name]
+        for tree in group.trees
+        for i in range(len(tree.nodes))
     }
     compared = 0
     for dp, rank in enumerate(spans):
@@ -117,7 +126,9 @@ def test_sft_gradients_equal_transformers(results: dict, name: str) -> None:
     model.zero_grad()
     parts = [_node_logprobs(model, tree) for tree in _chains(results["groups"][name])]
     (-torch.cat([part for nodes in parts for part in nodes.values()]).mean()).backward()
-    _compare({n: p.grad for n, p in model.named_parameters()}, _gradients(results["root"] / f"{name}_sft"), 3e-5)
+    _compare(
+        {n: p.grad for n, p in model.named_parameters()}, _gradients(results["root"] / f"{name}_sft"), 3e-5
+    )
 
 
 def _chains(groups: list[Group]) -> list[Tree]:

@@ -1,0 +1,77 @@
+"""The trainers' side of a publish: two image slots of one run, written in turn.
+
+Engines may go on (re)loading the committed version from its slot while the next one is written to the other. A lock file
+guards a run's slots for as long as its rank 0 lives; what a dead run left is swept when the next one starts. Not here: the
+slices (`plan`, `image`), the engines' side (`receive`).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+from pathlib import Path
+
+import torch
+
+from megatron_tree.reshard import image
+from megatron_tree.reshard.names import ModelShape
+
+PREFIX = "megatron-tree-"
+
+
+class Slots:
+    """The slots `<image_dir>/megatron-tree-<run_id>-<0|1>.safetensors`. ValueError where they cannot be had."""
+
+    def __init__(self, image_dir: str, run_id: str) -> None:
+        self._folder, self._run_id = Path(image_dir), run_id
+        if not self._folder.is_dir():
+            raise ValueError(f"engine.image_dir: must be a folder, got {image_dir}")
+        sweep(self._folder)
+        lock = self._folder / f"{PREFIX}{run_id}.lock"
+        self._lock = lock.open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"run.dir: another run uses the images {lock.stem}-* in {image_dir}") from error
+
+    def path(self, version: int) -> Path:
+        return self._folder / f"{PREFIX}{self._run_id}-{version % 2}.safetensors"
+
+    def create(self, version: int, shape: ModelShape, dtype: torch.dtype) -> Path:
+        """The slot of a version in its full size; pages of an earlier version are used again."""
+        path = self.path(version)
+        if not path.exists():
+            try:
+                image.create(path, shape, dtype)
+            except OSError as error:
+                path.unlink(missing_ok=True)
+                if error.errno != errno.ENOSPC:
+                    raise
+                size = sum(torch.Size(s).numel() for s in shape.tensors().values()) * dtype.itemsize
+                raise ValueError(f"engine.image_dir: {self._folder} has no room for an image of {size} bytes") from error
+        return path
+
+    def close(self) -> None:
+        _remove(self._folder, self._run_id)
+        self._lock.close()
+
+
+def sweep(folder: Path) -> list[str]:
+    """Removes the images of runs that no longer live; returns their run ids."""
+    swept = []
+    for lock in folder.glob(f"{PREFIX}*.lock"):
+        with lock.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            run_id = lock.stem.removeprefix(PREFIX)
+            _remove(folder, run_id)
+            swept.append(run_id)
+    return swept
+
+
+def _remove(folder: Path, run_id: str) -> None:
+    for path in folder.glob(f"{PREFIX}{run_id}-[01].safetensors"):
+        path.unlink(missing_ok=True)
+    (folder / f"{PREFIX}{run_id}.lock").unlink(missing_ok=True)

@@ -1,0 +1,395 @@
+"""The parts of a run put together, and one method per verb of `loop`: warm up, grow, score, learn, publish, save, restore.
+
+Everything that needs no process is checked before the first one starts. Not here: the order of the verbs (`loop`), files
+(`runfolder`), what is shown (`report`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Coroutine, Sequence
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from megatron_tree import cluster, evaluate
+from megatron_tree.algo import batch as batching
+from megatron_tree.algo.packing import scatter
+from megatron_tree.config import Config, RolloutConfig
+from megatron_tree.data.demonstrations import load_demonstrations
+from megatron_tree.data.prompts import PromptOrder, load_prompts
+from megatron_tree.metrics import Metrics, RunLog, Sum, mean, merge
+from megatron_tree.report import Progress
+from megatron_tree.reshard.image import Folder
+from megatron_tree.reshard.names import check_model, read_shape
+from megatron_tree.rollout.episode import build
+from megatron_tree.rollout.grow import SeedPath, grow_groups
+from megatron_tree.rollout.tokens import Tokens
+from megatron_tree.runfolder import RunFolder
+from megatron_tree.train.group import Objective, RankSetup, StepResult, TrainerFailed, TrainerGroup
+from megatron_tree.types import Group, Row, StepBatch, Tree
+
+T = TypeVar("T")
+
+
+class StopRequested(Exception):
+    """Ctrl-C or SIGTERM. What can be cut short is; a step that began ends; then the run saves and stops."""
+
+
+class Session:
+    """`trains` and `rolls_out` say which processes a command needs."""
+
+    def __init__(self, config: Config, *, trains: bool = True, rolls_out: bool = True) -> None:
+        self.config, self.trains, self.rolls_out = config, trains, rolls_out
+        self.layout = config.train.parallel.layout
+        self.shape = read_shape(config.model.path)
+        Folder(config.model.path).check(self.shape)
+        self.tokens = Tokens(config.model.path)
+        self.skipped_prompts: dict[str, int] = {}
+        if trains:
+            check_model(self.shape, self.layout)
+        if rolls_out:
+            self.environment = build(config.environment, "environment")
+            self.reward = build(config.reward, "reward")
+        if trains and rolls_out:
+            self.order = PromptOrder(self._rows("train"), seed=config.run.seed, shuffle=config.data.shuffle)
+            self._first_prompts = self.order.state_dict()
+        self.eval_rows = self._rows("eval")[: config.eval.max_rows] if rolls_out and config.data.eval else []
+        self.demonstrations = self._demonstrations() if trains and config.sft is not None else []
+        self.folder = RunFolder(config)
+        self.iteration = 0  # whole ones
+        self.version = 0  # published last
+        self.best: tuple[int, float] | None = None  # (iteration, success)
+        self.stopping = asyncio.Event()
+        self._restarts = self._skipped_in_a_row = 0
+        self._opened = contextlib.AsyncExitStack()
+
+    # -- opening and closing: processes ----------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        self.folder.claim()
+        try:
+            await self._open()
+        except BaseException:
+            await self._opened.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._opened.aclose()
+
+    async def _open(self) -> None:
+        enter, later = self._opened.enter_context, self._opened.push_async_callback
+        if self.rolls_out:
+            await _maybe(
+                self.environment, "check"
+            )  # a server that is not there is said before anything starts
+            later(_maybe, self.environment, "close")
+        self.progress = enter(Progress(self.config.train.iterations))
+        enter(cluster.running_ray())
+        if self.rolls_out:
+            self.pool = cluster.engine_pool(self.config.model.path, self.config.engine)
+            later(self.pool.stop)
+            self._pool_start = asyncio.ensure_future(
+                self.pool.start()
+            )  # while the trainer starts and warms up
+            later(_cancel, self._pool_start)
+        if self.trains:
+            transport = cluster.trainer_transport(self._rank_setup())
+            self.trainer = TrainerGroup(self.layout, self.config.train, transport)
+            later(self._stop_trainer)
+        self.log = enter(contextlib.closing(RunLog(self.folder.path)))
+        for split, count in self.skipped_prompts.items():
+            if count:
+                self.progress.say(f"data.{split}: {count} prompts over data.max_prompt_tokens skipped")
+
+    async def _stop_trainer(self) -> None:
+        try:
+            await self.trainer.stop()
+        except (TrainerFailed, ValueError) as failure:
+            self.progress.say(f"while stopping: {failure}")
+
+    # -- weights: where they come from, where they go ----------------------------------------------------------------
+
+    async def restore(self) -> bool:
+        """Starts the trainer where the run folder left off. False: at its very beginning, before the warm-up."""
+        latest = self.folder.latest()
+        warm = self.folder.reference.exists()
+        with self.progress.phase("start"):
+            await self.trainer.start(str(self.folder.reference) if warm else self.config.model.path)
+            if not (warm or latest):
+                return False
+            if self.config.algo.kl_coef > 0:
+                await self.trainer.take_reference(str(self.folder.reference))
+            await self._begin()
+            if latest is not None:
+                folder, state = latest
+                await self.trainer.load(str(folder / "megatron"))
+                self._set_state(state)
+        return True
+
+    async def warm_up(self) -> None:
+        """SFT on the demonstrations, if any; what comes out is the reference model and iteration 0."""
+        sft = self.config.sft
+        if sft is not None:
+            await self.trainer.begin(sft.optimizer, sft.steps)
+            with self.progress.phase("warm-up"):
+                for step in range(sft.steps):
+                    self._raise_if_stopping()
+                    result = await self._step(
+                        *batching.sft_batch(self._demonstrations_of(step), self.spec), "sft"
+                    )
+                    loss = result.metrics["sft/nll"].value
+                    self.progress.detail(f"step {step + 1}/{sft.steps}  loss {loss:.4f}")
+                    self.log.scalars(
+                        step + 1 - sft.steps, {"sft/loss": loss, "sft/grad_norm": result.grad_norm}
+                    )
+        await self.trainer.export(str(self.folder.reference))
+        if self.config.algo.kl_coef > 0:
+            await self.trainer.take_reference(None)
+        await self._begin()
+
+    async def engines_ready(self) -> None:
+        with self.progress.phase("start"):
+            await self._pool_start
+
+    async def publish(self) -> None:
+        """The actor's weights, as a new version, into every engine."""
+        engine = self.config.engine
+        with self.progress.phase("publish"):
+            await self._pool_start
+            update = await self.trainer.write_image(
+                engine.image_dir, self.folder.run_id, self.version + 1, engine.dtype
+            )
+            await self.pool.update(update)
+            self.version = update.version
+
+    async def save(self) -> None:
+        with self.progress.phase("checkpoint"):
+            aside = self.folder.partial(self.iteration)
+            aside.mkdir(parents=True)
+            await self.trainer.save(str(aside / "megatron"))
+            self.folder.finish(self.iteration, self._state())
+
+    async def recover(self, failure: TrainerFailed) -> None:
+        """A new trainer group from the latest checkpoint, a bounded number of times; the engines stay."""
+        await self.trainer.kill()
+        self._restarts += 1
+        if self._restarts > self.config.train.max_restarts:
+            raise failure
+        self.progress.say(
+            f"{failure}; restarting the trainer ({self._restarts} of {self.config.train.max_restarts})"
+        )
+        self.iteration, version = 0, self.version
+        self.order.load_state_dict(self._first_prompts)
+        if not await self.restore():
+            await self.warm_up()
+        self.version = version  # engines count on, whatever the checkpoint says
+        self.log.restart_after(self.iteration)
+        await self.publish()
+
+    # -- one iteration -------------------------------------------------------------------------------------------------
+
+    async def grow(self) -> list[Group]:
+        """The trees of this iteration's prompts. Cut short by a stop; the prompts are then taken again."""
+        taken = self.order.state_dict()
+        rows = self.order.take(self.config.rollout.prompts)
+        try:
+            with self.progress.phase(
+                "grow", f"iteration {self.iteration + 1}/{self.config.train.iterations}"
+            ):
+                return await self._chains(
+                    rows, self.config.rollout, SeedPath((self.config.run.seed, self.iteration))
+                )
+        except BaseException:
+            self.order.load_state_dict(taken)
+            raise
+
+    async def score(self, groups: Sequence[Group]) -> None:
+        """Old and reference log-probs of every node, by forward passes over packed trees."""
+        trees = [tree for group in groups for tree in group.trees]
+        batch, spans = batching.scoring_batch(trees, self.spec)
+        with self.progress.phase("score"):
+            scatter(spans, await self.trainer.score(batch, "actor"), "old_logprobs")
+            if self.config.algo.kl_coef > 0:
+                scatter(spans, await self.trainer.score(batch, "reference"), "ref_logprobs")
+
+    async def learn(self, groups: Sequence[Group]) -> Metrics:
+        """The iteration's optimizer steps; metrics are reduced over them."""
+        found: list[Metrics] = []
+        with self.progress.phase("train"):
+            for part in batching.split(groups, self.config.train.mini_batches):
+                result = await self._step(*batching.step_batch(part, self.config.algo, self.spec), "policy")
+                found.append(result.metrics)
+        return merge(found)
+
+    async def evaluate(self) -> evaluate.Result:
+        """Sampled, and if asked for greedy, chains on the held-out rows."""
+        config, seed = self.config.eval, SeedPath((self.config.eval.seed, "eval"))
+        chains = self.config.rollout.model_copy(update={"expand_rounds": 0, "trees": config.samples})
+        with self.progress.phase("evaluate"):
+            sampled = await self._chains(self.eval_rows, chains, seed, config.temperature)
+            greedy: list[Group] = []
+            if config.greedy:
+                one = chains.model_copy(update={"trees": 1})
+                greedy = await self._chains(self.eval_rows, one, seed / "greedy", 0.0)
+        return evaluate.summarise(sampled, greedy)
+
+    async def mark_best(self, result: evaluate.Result) -> None:
+        """Keeps the weights of the best evaluation as a Hugging Face folder."""
+        if self.best is not None and result.success <= self.best[1]:
+            return
+        self.best = (self.iteration, result.success)
+        await self.trainer.export(str(self.folder.best))
+
+    # -- details -------------------------------------------------------------------------------------------------------
+
+    async def _chains(
+        self, rows: Sequence[Row], rollout: RolloutConfig, seed: SeedPath, temperature: float | None = None
+    ) -> list[Group]:
+        engine, leaves = self.config.engine, len(rows) * rollout.trees * rollout.leaves_per_tree
+        ended = 0
+
+        def count(group: Group) -> None:
+            nonlocal ended
+            ended += sum(len(tree.leaves) for tree in group.trees)
+            self.progress.detail(f"{ended}/{leaves} leaves")
+
+        return await self._unless_stopping(
+            grow_groups(
+                rows,
+                config=rollout,
+                environment=self.environment,
+                reward=self.reward,
+                generate=self.pool,
+                tokens=self.tokens,
+                seed=seed,
+                temperature=temperature,
+                max_concurrent_trees=2 * engine.count * engine.max_num_seqs,
+                on_group=count,
+            )
+        )
+
+    async def _step(self, batch: StepBatch, packing: Metrics, objective: Objective) -> StepResult:
+        result = await self.trainer.train(batch, objective)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if result.skipped else 0
+        if result.skipped:
+            self.progress.say(
+                f"non-finite loss or gradient (norm {result.grad_norm}): step skipped on all ranks"
+            )
+        if self._skipped_in_a_row >= self.config.train.max_skipped_steps:
+            raise ValueError(f"train.max_skipped_steps: {self._skipped_in_a_row} non-finite steps in a row")
+        steps = merge([packing, result.metrics, _step_metrics(result)])
+        return StepResult(steps, result.grad_norm, result.learning_rate, result.skipped)
+
+    async def _begin(self) -> None:
+        train = self.config.train
+        await self.trainer.begin(train.optimizer, train.iterations * train.mini_batches)
+
+    async def _unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise StopRequested
+            return task.result()
+        finally:
+            await _cancel(stop)
+            await _cancel(task)
+
+    def _raise_if_stopping(self) -> None:
+        if self.stopping.is_set():
+            raise StopRequested
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "iteration": self.iteration,
+            "version": self.version,
+            "best": self.best,
+            "order": self.order.state_dict(),
+            "tokenizer": self.tokens.fingerprint,
+        }
+
+    def _set_state(self, state: dict[str, Any]) -> None:
+        if state["tokenizer"] != self.tokens.fingerprint:
+            raise ValueError(
+                f"model.path: the tokenizer must be the run's ({state['tokenizer']}), got another"
+            )
+        self.iteration, self.version = state["iteration"], state["version"]
+        self.best = tuple(state["best"]) if state["best"] else None
+        self.order.load_state_dict(state["order"])
+
+    def _rows(self, split: str) -> list[Row]:
+        paths = self.config.data.train if split == "train" else self.config.data.eval
+        if not paths:
+            raise ValueError(f"data.{split}: must name at least one file, got none")
+        prompts = load_prompts(
+            paths,
+            split=split,
+            encode_chat=self.tokens.chat,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+            overlong=self.config.data.overlong,
+        )
+        self.skipped_prompts[split] = prompts.num_skipped
+        return prompts.rows
+
+    def _demonstrations(self) -> list[Tree]:
+        assert self.config.sft is not None
+        return load_demonstrations(
+            self.config.sft.data,
+            encode_chat=self.tokens.chat,
+            encode=self.tokens.encode,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+            max_path_tokens=self.config.rollout.max_path_tokens,
+        )
+
+    def _demonstrations_of(self, step: int) -> list[Tree]:
+        """Batches of a seeded order, epoch after epoch, without the order's remainder."""
+        assert self.config.sft is not None
+        size = min(self.config.sft.batch_size, len(self.demonstrations))
+        epoch, place = divmod(step, len(self.demonstrations) // size)
+        order = np.random.default_rng([self.config.run.seed, epoch]).permutation(len(self.demonstrations))
+        return [self.demonstrations[i] for i in order[place * size : (place + 1) * size]]
+
+    def _rank_setup(self) -> RankSetup:
+        config = self.config
+        return RankSetup(
+            model_path=config.model.path,
+            layout=self.layout,
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            algo=config.algo,
+            collective_timeout_s=config.train.collective_timeout_s,
+            num_threads=max(1, (os.cpu_count() or 1) // self.layout.world_size),
+        )
+
+    @property
+    def spec(self) -> batching.PackingSpec:
+        return batching.PackingSpec(
+            dp=self.layout.dp,
+            micro_batch_tokens=self.config.train.micro_batch_tokens,
+            pad_to=1,  # a multiple is asked for by sequence and context parallelism only
+            hidden_size=self.shape.hidden,
+        )
+
+
+def _step_metrics(result: StepResult) -> Metrics:
+    return {
+        "train/grad_norm": mean([result.grad_norm] if not result.skipped else []),
+        "train/learning_rate": mean([result.learning_rate]),
+        "train/skipped_steps": Sum(float(result.skipped)),
+    }
+
+
+async def _maybe(owner: object, method: str) -> None:
+    """Calls an optional asynchronous method of a user's class."""
+    found = getattr(owner, method, None)
+    if found is not None:
+        await found()
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,178 @@
+"""All trainer ranks as one: a StepBatch goes in, log-probs or a step's result come out.
+
+Every call goes to every rank and has a time-out. A rank that dies or hangs fails the call with its number and phase, and
+the whole group with it: collectives do not survive a lost rank, so the owner kills the group and starts a new one. Not
+here: processes (`cluster` makes the handles), what to restore after a restart (`session`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from megatron_tree.config import AlgoConfig, OptimizerConfig, TrainConfig
+from megatron_tree.layout import ParallelLayout
+from megatron_tree.metrics import Metrics, merge
+from megatron_tree.types import RunFailed, StepBatch, Update
+
+Objective = Literal["policy", "sft"]
+
+
+class RankDied(Exception):
+    """The process of a rank is gone."""
+
+
+class TrainerFailed(RunFailed):
+    """The group is of no further use; one line naming rank and phase."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What every rank of a group is told."""
+
+    model_path: str
+    layout: ParallelLayout
+    dtype: Literal["fp32", "bf16"]
+    temperature: float  # of the rollouts: log-probs are those of the sampled distribution
+    algo: AlgoConfig
+    collective_timeout_s: float
+    num_threads: int  # of torch, on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    metrics: Metrics  # of one rank's dp index, empty off the last stage; of all ranks when the group answers
+    grad_norm: float  # before clipping, over the whole model
+    learning_rate: float
+    skipped: bool  # non-finite loss or gradient: no rank stepped
+
+
+class RankHandle(Protocol):
+    async def call(self, method: str, *args: Any) -> Any:
+        """Calls `TrainRank.method`. RankDied, or what the method raised."""
+        ...
+
+    async def kill(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How ranks come to be and how a share of data reaches several of them once."""
+
+    spawn: Callable[[int], RankHandle]
+    put: Callable[[Any], Any]
+
+
+class TrainerGroup:
+    def __init__(self, layout: ParallelLayout, config: TrainConfig, transport: Transport) -> None:
+        self._layout, self._config, self._transport = layout, config, transport
+        self._ranks: list[RankHandle] = []
+
+    async def start(self, weights: str) -> None:
+        """Starts every rank and loads the Hugging Face folder `weights`."""
+        self._ranks = [self._transport.spawn(rank) for rank in self._layout.ranks()]
+        timeout = self._config.start_timeout_s
+        address = (await self._all("bind", ranks=[0], timeout=timeout))[0]
+        await self._all("start", address, weights, timeout=timeout)
+
+    async def kill(self) -> None:
+        ranks, self._ranks = self._ranks, []
+        await asyncio.gather(*(rank.kill() for rank in ranks))
+
+    async def stop(self) -> None:
+        """Ends the ranks in order, so that they remove what they left in shared memory."""
+        if self._ranks:
+            await self._all("stop", timeout=30)
+        await self.kill()
+
+    async def take_reference(self, weights: str | None) -> None:
+        """Freezes the actor as the reference, or loads the reference from a Hugging Face folder."""
+        await self._all("take_reference", weights)
+
+    async def begin(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+        await self._all("begin", optimizer, total_steps)
+
+    async def score(self, batch: StepBatch, which: Literal["actor", "reference"]) -> list[list[np.ndarray]]:
+        """Log-probs `[dp][num_microbatches]` of `[T]`."""
+        results = await self._all("score", self._shares(batch), which)
+        return [results[rank] for rank in self._layout.output_ranks()]
+
+    async def train(self, batch: StepBatch, objective: Objective) -> StepResult:
+        """One optimizer step; the metrics are those of all ranks, reduced."""
+        results: list[StepResult] = await self._all("train", self._shares(batch), objective)
+        reporting = [results[rank] for rank in self._layout.output_ranks()]
+        return replace(reporting[0], metrics=merge(result.metrics for result in reporting))
+
+    async def write_image(self, image_dir: str, run_id: str, version: int, dtype: str) -> Update:
+        """Writes a version's slot; all ranks have written when it returns."""
+        created = await self._all("create_image", image_dir, run_id, version, dtype, ranks=[0])
+        update: Update = created[0]
+        await self._all("write_slices", update.image)
+        return update
+
+    async def export(self, folder: str) -> None:
+        """Writes a Hugging Face folder: aside first, renamed when whole."""
+        target = (await self._all("create_export", folder, ranks=[0]))[0]
+        await self._all("write_slices", target)
+        await self._all("finish_export", folder, ranks=[0])
+
+    async def save(self, folder: str) -> None:
+        await self._all("save", folder)
+
+    async def load(self, folder: str) -> None:
+        await self._all("load", folder)
+
+    def _shares(self, batch: StepBatch) -> _PerRank:
+        assert len(batch) == self._layout.dp, "one list of micro-batches per dp rank"
+        shared = [self._transport.put(micro_batches) for micro_batches in batch]
+        return _PerRank([shared[self._layout.coordinates(rank).dp] for rank in self._layout.ranks()])
+
+    async def _all(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout: float | None = None
+    ) -> list[Any]:
+        """Results in rank order. ValueError from a rank is the user's and passes; anything else is TrainerFailed."""
+        numbers = list(self._layout.ranks()) if ranks is None else list(ranks)
+        timeout = self._config.step_timeout_s if timeout is None else timeout
+        calls = {
+            asyncio.ensure_future(self._ranks[rank].call(method, *(_of(arg, rank) for arg in args))): rank
+            for rank in numbers
+        }
+        done, waiting = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+        failed = next((call for call in done if call.exception() is not None), None)
+        if failed is None and not waiting:
+            return [call.result() for call in calls]
+        for call in waiting:
+            call.cancel()
+        if failed is None:
+            phases = await self._phases([calls[call] for call in waiting])
+            raise TrainerFailed(f"{method}: no answer within {timeout:g} s: {phases}")
+        error = failed.exception()
+        if isinstance(error, ValueError):
+            raise error
+        raise TrainerFailed(
+            f"{method}: rank {calls[failed]} failed: {type(error).__name__}: {error}"
+        ) from error
+
+    async def _phases(self, ranks: Sequence[int]) -> str:
+        """What the watchdog says of ranks that do not answer."""
+
+        async def phase(rank: int) -> str:
+            try:
+                at = await asyncio.wait_for(self._ranks[rank].call("phase"), timeout=5)
+            except (TimeoutError, RankDied) as error:
+                at = f"not answering ({type(error).__name__})"
+            return f"rank {rank} at {at}"
+
+        return "; ".join(await asyncio.gather(*(phase(rank) for rank in ranks)))
+
+
+class _PerRank(list[Any]):
+    """An argument that differs between ranks."""
+
+
+def _of(arg: Any, rank: int) -> Any:
+    return arg[rank] if isinstance(arg, _PerRank) else arg
