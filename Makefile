@@ -12,8 +12,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 WANTED = $$(cat $(LOCK) pyproject.toml | sha256sum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
-# Test processes share the cores; models are local folders.
-TEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+TEST := $(BIN)/python -m pytest
 QUICKSTART := runs/quickstart
 
 help: ## Show this list.

@@ -1,8 +1,8 @@
 """Writes requirements/cpu.txt from the .venv: what `megatron-tree[cpu,examples,dev]` needs, all the way down.
 
 Refuses an environment in which a requirement is missing or has another version, so that the lock can be
-installed with `--no-deps`. What is left out on purpose is listed here with its reason. Use: `make lock`, after
-changing a pin in pyproject.toml and installing it.
+installed with `--no-deps`. What is left out on purpose is listed here with its reason. Use: `make lock`,
+after changing a pin in pyproject.toml and installing it.
 """
 
 from __future__ import annotations

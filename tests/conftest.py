@@ -1,0 +1,31 @@
+"""Limits of every test process: one thread, no hub, no usage reports. Tests marked `gpu` need one.
+
+Set before torch is imported anywhere, so that spawned ranks and engines inherit it. A run that wants more
+threads sets OMP_NUM_THREADS itself.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
