@@ -149,13 +149,14 @@ def _append(path: Path) -> IO[str]:
 def _drop_after(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _whole(line, step)]
+    # bytes: a kill may cut a character, and text has line separators that are part of a JSON string
+    kept = [line for line in path.read_bytes().split(b"\n") if _whole(line, step)]
     aside = path.with_suffix(".tmp")
-    aside.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    aside.write_bytes(b"".join(line + b"\n" for line in kept))
     aside.replace(path)
 
 
-def _whole(line: str, step: int) -> bool:
+def _whole(line: bytes, step: int) -> bool:
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError):
