@@ -162,7 +162,7 @@ class EngineConfig(Section):
     count: Positive = 1
     tp: Positive = 1
     dtype: Literal["fp32", "bf16"] = "bf16"
-    max_model_len: Positive = 4096  # tokens of prompt and path
+    max_model_len: Positive = 6144  # tokens of prompt and path
     max_num_seqs: Positive = 64  # sequences that decode together
     block_size: Positive = 32  # tokens; granularity of the prefix cache (a multiple of 32 on a CPU)
     kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0  # per rank; CPU only
@@ -222,8 +222,9 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
     """
     try:
         tree = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot read the config: {reason}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
@@ -237,7 +238,14 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `1e-6` for a string; this loader takes it for the number it is."""
+    """Where YAML 1.1 takes `1e-6` for a string and the last of two equal keys, this takes a number and refuses."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.MarkedYAMLError(problem=f"key {key} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -266,14 +274,20 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     here[last] = value
 
 
+_RULES = {
+    "extra_forbidden": "unknown key",
+    "model_type": "must be a section of keys",
+    "tuple_type": "must be a list",
+}
+
+
 def _first(error: ValidationError) -> str:
     """The first fault in one line, and how many more there are."""
     faults = error.errors()
     fault = faults[0]
     field = ".".join(str(part) for part in fault["loc"])
     rule = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "extra_forbidden":
-        rule = "unknown key"
+    rule = _RULES.get(fault["type"], rule)
     got = "" if fault["type"] in ("value_error", "missing") else f", got {_short(fault['input'])}"
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return f"{field}: {rule}{got}{more}" if field else f"{rule}{got}{more}"
