@@ -12,6 +12,7 @@ import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,10 @@ class Folder:
         self.path = Path(folder)
         index, single = self.path / "model.safetensors.index.json", self.path / "model.safetensors"
         if index.exists():
-            self._files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            try:
+                self._files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"model.path: {index} is not an index of safetensors files: {error!r}") from error
         elif single.exists():
             self._files = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
@@ -83,22 +87,30 @@ class Folder:
         self._opened: dict[str, safe_open] = {}
 
     def check(self, shape: ModelShape) -> None:
-        """ValueError naming the first tensor that is missing or misshapen; no weight is read."""
+        """ValueError naming the first tensor that is missing, misshapen or quantised; no weight is read."""
         for name, expected in shape.tensors().items():
             if name not in self._files:
                 raise ValueError(f"model.path: {self.path} lacks the tensor {name}, {len(self._files)} are there")
-            got = tuple(self._reader(name).get_slice(name).get_shape())
+            stored = self._slice(name)
+            got = tuple(stored.get_shape())
             if got != expected:
                 raise ValueError(f"model.path: {self.path}: {name} must have shape {expected}, got {got}")
+            if stored.get_dtype() not in DTYPES:
+                raise ValueError(
+                    f"model.path: {self.path}: {name} must be one of {', '.join(DTYPES)}, got {stored.get_dtype()}"
+                )
 
     def read(self, copy: SliceCopy) -> torch.Tensor:
-        return self._reader(copy.tensor).get_slice(copy.tensor)[copy.tensor_index]
+        return self._slice(copy.tensor)[copy.tensor_index]
 
-    def _reader(self, name: str) -> safe_open:
+    def _slice(self, name: str) -> Any:  # safetensors exports no type for it
         file = self._files[name]
         if file not in self._opened:
             self._opened[file] = self._open(file)
-        return self._opened[file]
+        try:
+            return self._opened[file].get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"model.path: {self.path / file} lacks the tensor {name} of its index: {error}") from error
 
     def _open(self, file: str) -> safe_open:
         try:

@@ -121,6 +121,8 @@ def read_shape(folder: str | Path) -> ModelShape:
         raise ValueError(f"model.path: cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"model.path: {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: must be a JSON object, got {type(config).__name__}")
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(sorted(FAMILIES))}, got {family!r}")
@@ -153,11 +155,14 @@ def read_shape(folder: str | Path) -> ModelShape:
         )
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: a size is not a number: {error}") from error
 
 
 def check_model(shape: ModelShape, layout: ParallelLayout) -> None:
     """The rules that tie a model to a layout. ValueError names the field, the rule and the values."""
-    for field, count in (("heads", shape.heads), ("ffn rows", shape.ffn)):
+    qkv_rows = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    for field, count in (("heads", shape.heads), ("ffn rows", shape.ffn), ("fused qkv rows", qkv_rows)):
         if count % layout.tp:
             raise ValueError(f"train.parallel.tp: must divide the model's {count} {field}, got {layout.tp}")
     if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:
