@@ -1,8 +1,8 @@
 """One vLLM engine: samples turns, scores sequences, loads published versions.
 
-A plain asynchronous class; `cluster` makes an actor of it. Token ids go in and come out as sampled: text exists only
-inside vLLM, to find stop strings. Not here: which engine serves a request, restarts (`pool`); how an image is read
-(`reshard.receive`). vLLM is imported in `start`, after the environment it reads is set.
+A plain asynchronous class; `cluster` makes an actor of it. Token ids go in and come out as sampled: text
+exists only inside vLLM, to find stop strings. Not here: which engine serves a request, restarts (`pool`); how
+an image is read (`reshard.receive`). vLLM is imported in `start`, after the environment it reads is set.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class EngineInfo:
     dtype: str
     tp: int
     pids: tuple[int, ...]  # of vLLM's child processes
-    segments: tuple[str, ...]  # shared-memory files that would outlive them if they were killed
+    segments: tuple[str, ...]  # their shared-memory files
 
 
 class Engine:
-    """Call `start` once, then any number of `generate` at a time. Once vLLM is dead, everything raises EngineDied."""
+    """Call `start` once, then any number of `generate` at a time. Once vLLM is dead, all raise EngineDied."""
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         self._model = model
@@ -71,14 +71,16 @@ class Engine:
         except RuntimeError as error:
             raise EngineDied(f"vLLM does not start: {error}") from error
         if not is_registered():
-            raise ValueError(f"entry point vllm.general_plugins: {BACKEND} is not registered; reinstall megatron-tree")
+            raise ValueError(
+                f"entry point vllm.general_plugins: {BACKEND} is not registered; reinstall megatron-tree"
+            )
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         if update is not None:
             await self.update(update)
         return self.info()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Samples one turn wholly under one version. Aborted if it was cut off, or the weights changed meanwhile."""
+        """Samples one turn, wholly under one version. Aborted if it was cut off or the weights changed."""
         version = self._version
         output = await self._run(request.prompt_ids, _sampling(request), request.request_id)
         completion = output.outputs[0]
@@ -112,8 +114,11 @@ class Engine:
         check_image(update, self._shape)
 
     async def update(self, update: Update) -> int:
-        """Loads a version in place and drops the prefix cache. ValueError: refused, nothing changed. EngineDied: the
-        weights are neither the old nor the new ones, and the engine answers nothing any more."""
+        """Loads a version in place and drops the prefix cache.
+
+        ValueError: refused, nothing changed. EngineDied: the weights are neither the old nor the new ones,
+        and the engine answers nothing any more.
+        """
         await self.check(update)
         self._alive()
         self._broken = f"an update to version {update.version} was not finished"

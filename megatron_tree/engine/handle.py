@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from megatron_tree.types import GenerateRequest, GenerateResult, Update
+from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Update
 
 
-class EngineDied(Exception):
+class EngineDied(RunFailed):
     """The engine is gone or of no further use; the pool kills and restarts it."""
 
 
@@ -16,7 +16,9 @@ class Aborted(Exception):
 
 
 class EngineHandle(Protocol):
-    """One engine, wherever it runs. Every method may raise EngineDied; ValueError means that the caller is wrong."""
+    """One engine, wherever it runs. Any method may raise EngineDied; ValueError means that the caller is
+    wrong.
+    """
 
     async def start(self, update: Update | None) -> None:
         """Loads the model and, if given, the published version, before any request is taken."""

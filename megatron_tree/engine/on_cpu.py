@@ -1,4 +1,4 @@
-"""What vLLM needs on a CPU, in one place: environment variables and engine arguments, each with its measured reason."""
+"""What vLLM needs on a CPU: environment variables and engine arguments, each with its measured reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ GIB = 1 << 30
 def environment(config: EngineConfig) -> dict[str, str]:
     """Variables that vLLM and its child processes must find before vLLM is imported."""
     variables = {
-        # An engine must not pin itself to cores: trainer ranks share them. Threads are an explicit choice instead.
+        # An engine must not pin itself to cores: trainer ranks share them. Threads are an explicit choice
+        # instead.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.cpu_threads),
         # Idle threads must sleep, not spin, for the same reason.
@@ -21,7 +22,8 @@ def environment(config: EngineConfig) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
     }
     if config.tp == 1:
-        # vLLM would start the one worker as a process of its own: 11 s of start-up and a /dev/shm queue for nothing.
+        # vLLM would start the one worker as a process of its own: 11 s of start-up and a /dev/shm queue for
+        # nothing.
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return variables
 

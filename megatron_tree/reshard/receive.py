@@ -1,14 +1,18 @@
 """The engines' side of a publish: a vLLM weight-transfer back end that loads a model image.
 
-`register` is this package's `vllm.general_plugins` entry point, so every vLLM process knows the back end. `check_image`
-reads headers only and changes nothing: call it first, on every engine. A failure later leaves a model that is half old,
-half new, and an engine that must be killed.
+`register` is this package's `vllm.general_plugins` entry point, so every vLLM process knows the back end.
+`check_image` reads headers only and changes nothing: call it first, on every engine. A failure after it
+leaves a model that is neither the old nor the new one, and an engine that must be killed.
 
 Not here: who writes the image (`publish`), when to load it and what to do after a failure (`engine`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,12 +32,25 @@ from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.types import Update
 
 BACKEND = "megatron_tree_image"
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def register() -> None:
-    """Adds the back end to vLLM's registry; vLLM may call this more than once in a process."""
+    """Adds the back end to vLLM's registry, in every vLLM process; may be called more than once in one."""
     if not is_registered():
         WeightTransferEngineFactory.register_engine(BACKEND, ImageReceiver)
+    if multiprocessing.parent_process() is not None:
+        _die_with_parent()
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to end this process with the one that started it. vLLM's children outlive an engine
+    that is killed, hung ones for ever; their shared memory goes with the last of them.
+    """
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if not multiprocessing.parent_process().is_alive():  # it ended before the kernel knew
+        os._exit(1)
 
 
 def is_registered() -> bool:
@@ -78,8 +95,8 @@ class ImageUpdateInfo(WeightTransferUpdateInfo):
 class ImageReceiver(WeightTransferEngine[ImageInitInfo, ImageUpdateInfo]):
     """Loads an image tensor by tensor, in layer order, through the model's own loader.
 
-    Each tensor is a view of the mapped file that lives until its layer is complete: the layer-wise loader keeps what it
-    is handed, so nothing is copied into a buffer that would be used again.
+    Each tensor is a view of the mapped file that lives until its layer is complete: the layer-wise loader
+    keeps what it is handed, so nothing is copied into a buffer that would be used again.
     """
 
     init_info_cls = ImageInitInfo
@@ -109,8 +126,8 @@ class ImageReceiver(WeightTransferEngine[ImageInitInfo, ImageUpdateInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         if self._shape.tied:
-            # The head shares the embedding's weight but is a layer of its own, for which nothing was loaded: on CPUs
-            # that pre-pack weights it would go on computing with the old ones.
+            # The head shares the embedding's weight but is a layer of its own, for which nothing was loaded:
+            # where weights are pre-packed (CPU) it would go on computing with the old ones.
             head = self.model.lm_head
             head.quant_method.process_weights_after_loading(head)
 
@@ -119,18 +136,17 @@ class ImageReceiver(WeightTransferEngine[ImageInitInfo, ImageUpdateInfo]):
 
 
 def _refuse_incomplete(model: torch.nn.Module, *, tied: bool) -> None:
-    """The layer-wise loader accepts part of a layer in silence; a layer still waiting for elements is an error.
+    """The layer-wise loader accepts part of a layer in silence; here that is an error.
 
-    A finished layer has left the loading state. Left in it are layers without parameters, a tied head (nothing is loaded
-    for it), and embeddings whose rows are padded to vLLM's multiple.
+    A finished layer has left the loading state. Left in it are layers without parameters, a tied head
+    (nothing is loaded for it), and embeddings whose rows are padded to vLLM's multiple.
     """
     for path, layer in model.named_modules():
         info = get_layerwise_info(layer)
         size = sum(p.numel() for p in layer._parameters.values() if p is not None)
         if not info.can_load() or size == 0 or (tied and path == "lm_head"):
             continue
-        if hasattr(layer, "org_vocab_size"):
-            indices = layer.shard_indices
-            size = indices.num_org_elements * layer.embedding_dim
+        if hasattr(layer, "shard_indices"):
+            size = layer.shard_indices.num_org_elements * layer.embedding_dim
         if info.load_numel < size:
             raise ValueError(f"layer {path}: got {info.load_numel} of {size} elements")

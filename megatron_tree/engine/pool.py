@@ -1,0 +1,268 @@
+"""Many engines as one `Generate`: routing, restarts, and version updates that succeed on all engines or on
+none.
+
+Invariants (tests/unit/test_pool.py, under the same words):
+1. A route stays on the engine that holds its prefix, as long as that engine lives.
+2. No request is lost with its engine: it is submitted again with the same seed, so its tokens are the same.
+3. An engine takes no request before it has loaded the current version.
+4. A refused update changes nothing; an accepted one reaches every engine, by a restart if need be.
+
+Not here: what an engine is (`handle`), processes and Ray (`cluster`). The pool belongs to one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from megatron_tree.config import EngineConfig
+from megatron_tree.engine.handle import Aborted, EngineDied, EngineHandle
+from megatron_tree.metrics import Mean, Metrics, Sum
+from megatron_tree.types import GenerateRequest, GenerateResult, Update
+
+Result = TypeVar("Result")
+MAX_ABORTS = 16  # of one request; an engine aborts when the weights change, which is rarer than this
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the last call of `EnginePool.metrics`."""
+
+    requests: int = 0
+    resubmitted: int = 0
+    restarts: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One place of the pool. Its engine changes with every restart."""
+
+    index: int
+    handle: EngineHandle
+    starting: asyncio.Task[None] | None = None
+    in_flight: int = 0
+    num_routes: int = 0
+    num_restarts: int = 0
+    version: int | None = None  # None: the model folder's weights
+    progressed: float = 0.0  # when the engine last answered anything
+    lost: Exception | None = None  # why it is not restarted any more
+
+    @property
+    def ready(self) -> bool:
+        return self.starting is None and self.lost is None
+
+
+@dataclass(slots=True)
+class EnginePool:
+    """`spawn(i)` makes the i-th engine's process; the pool starts, kills and replaces it."""
+
+    config: EngineConfig
+    spawn: Callable[[int], EngineHandle]
+    _slots: list[_Slot] = field(default_factory=list)
+    _routes: dict[str, _Slot] = field(default_factory=dict)
+    _current: Update | None = None
+    _counters: Counters = field(default_factory=Counters)
+    _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def start(self, update: Update | None = None) -> None:
+        """Starts all engines at once, on a published version if given. A start that fails counts as a
+        restart.
+        """
+        self._current = update
+        self._slots = [_Slot(index, self.spawn(index)) for index in range(self.config.count)]
+        for slot in self._slots:
+            slot.starting = asyncio.create_task(self._bring_up(slot))
+        await self._settled()
+
+    async def stop(self) -> None:
+        for slot in self._slots:
+            if slot.starting is not None:
+                slot.starting.cancel()
+            slot.lost = slot.lost or EngineDied("the pool was stopped")
+        await asyncio.gather(*(slot.handle.kill() for slot in self._slots))
+
+    async def __call__(self, request: GenerateRequest) -> GenerateResult:
+        """ValueError when the engine refuses the request, EngineDied when no engine is left."""
+        attempt, tries, aborts = request, 0, 0
+        while True:
+            slot = await self._route(request.route)
+            handle = slot.handle
+            slot.in_flight += 1
+            try:
+                result = await self._while_progress(slot, handle.generate(attempt))
+            except EngineDied as error:
+                self._replace(slot, handle, error)
+            except Aborted as error:
+                aborts += 1
+                if aborts == MAX_ABORTS:
+                    raise EngineDied(
+                        f"request {request.request_id}: aborted {aborts} times: {error}"
+                    ) from error
+            else:
+                self._count(request, result)
+                return result
+            finally:
+                slot.in_flight -= 1
+            tries += 1
+            self._counters.resubmitted += 1
+            attempt = replace(request, request_id=f"{request.request_id}~{tries}")
+
+    async def update(self, update: Update) -> None:
+        """Moves every engine to a version. ValueError: an engine refuses it, and all go on serving the old
+        one.
+
+        After the check there is no way back: an engine that fails or hangs is killed and restarted on the new
+        one.
+        """
+        async with self._updating:
+            await self._settled()
+            await asyncio.gather(*(self._checked(slot, update) for slot in self._live()))
+            self._current = update
+            self._routes.clear()  # the caches they follow are dropped
+            for slot in self._slots:
+                slot.num_routes = 0
+            await asyncio.gather(*(self._moved(slot, update) for slot in self._live()))
+            await self._settled()
+
+    def metrics(self) -> Metrics:
+        """Counts since the last call."""
+        c, self._counters = self._counters, Counters()
+        return {
+            "engine/requests": Sum(c.requests),
+            "engine/resubmitted": Sum(c.resubmitted),
+            "engine/restarts": Sum(c.restarts),
+            "engine/sampled_tokens": Sum(c.sampled_tokens),
+            "engine/prefix_hits": Mean(c.cached_tokens, c.prompt_tokens),
+        }
+
+    def _live(self) -> list[_Slot]:
+        return [slot for slot in self._slots if slot.lost is None]
+
+    async def _route(self, route: str) -> _Slot:
+        """The slot that holds the route's prefix, else the least loaded; waits only when all are starting."""
+        while True:
+            slot = self._routes.get(route)
+            if slot is not None and slot.ready:
+                return slot
+            ready = [slot for slot in self._slots if slot.ready]
+            if ready:
+                slot = min(ready, key=lambda s: (s.in_flight, s.num_routes, s.index))
+                slot.num_routes += 1
+                self._routes[route] = slot
+                return slot
+            starting = [slot.starting for slot in self._live() if slot.starting is not None]
+            if not starting:
+                raise EngineDied(f"no engine is left: {self._slots[-1].lost}")
+            await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _while_progress(self, slot: _Slot, call: Awaitable[Result]) -> Result:
+        """Awaits a request; EngineDied after the time-out.
+
+        It counts from the engine's last answer, whichever request that was for: a long queue is no hang.
+        """
+        task = asyncio.ensure_future(call)
+        asked = time.monotonic()
+        try:
+            while not task.done():
+                left = max(asked, slot.progressed) + self.config.request_timeout_s - time.monotonic()
+                if left <= 0:
+                    limit = self.config.request_timeout_s
+                    raise EngineDied(
+                        f"engine {slot.index}: no answer in engine.request_timeout_s = {limit} s"
+                    )
+                await asyncio.wait({task}, timeout=left)
+            slot.progressed = time.monotonic()
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _replace(self, slot: _Slot, handle: EngineHandle, error: Exception) -> None:
+        """Starts the replacement of a failed engine, unless another request that failed with it already did."""
+        if slot.handle is not handle or not slot.ready:
+            return
+        self._routes = {route: at for route, at in self._routes.items() if at is not slot}
+        slot.num_routes = 0
+        slot.starting = asyncio.create_task(self._bring_up(slot, error))
+
+    async def _bring_up(self, slot: _Slot, failed: Exception | None = None) -> None:
+        """Starts a slot's engine on the current version; after a failure kills it and starts another. Gives
+        the slot up after `engine.max_restarts`, or at once for a ValueError: another try would meet it again.
+        """
+        try:
+            while True:
+                if failed is not None:
+                    await slot.handle.kill()
+                    if slot.num_restarts == self.config.max_restarts:
+                        slot.lost = EngineDied(f"given up after {slot.num_restarts} restarts: {failed}")
+                        return
+                    slot.num_restarts += 1
+                    self._counters.restarts += 1
+                    slot.handle = self.spawn(slot.index)
+                update = self._current
+                try:
+                    await _within(
+                        self.config.start_timeout_s, "engine.start_timeout_s", slot.handle.start(update)
+                    )
+                except EngineDied as error:
+                    failed = error
+                else:
+                    slot.version = None if update is None else update.version
+                    return
+        except ValueError as error:
+            slot.lost = error
+            await slot.handle.kill()
+        finally:
+            slot.starting = None
+
+    async def _settled(self) -> None:
+        """Waits until no engine is starting. Raises the ValueError of one that refused to start, and
+        EngineDied when none is left.
+        """
+        await asyncio.gather(*(slot.starting for slot in self._slots if slot.starting is not None))
+        lost = [slot.lost for slot in self._slots if slot.lost is not None]
+        for error in lost:
+            if isinstance(error, ValueError) or len(lost) == len(self._slots):
+                raise error
+
+    async def _checked(self, slot: _Slot, update: Update) -> None:
+        """Asks until a living engine of this slot has answered, or the slot is given up."""
+        while slot.lost is None:
+            handle = slot.handle
+            try:
+                await _within(self.config.update_timeout_s, "engine.update_timeout_s", handle.check(update))
+                return
+            except EngineDied as error:
+                self._replace(slot, handle, error)
+            if slot.starting is not None:
+                await slot.starting
+
+    async def _moved(self, slot: _Slot, update: Update) -> None:
+        if slot.starting is not None:
+            await slot.starting
+        if slot.lost is not None or slot.version == update.version:
+            return
+        handle = slot.handle
+        try:
+            await _within(self.config.update_timeout_s, "engine.update_timeout_s", handle.update(update))
+            slot.version = update.version
+        except (EngineDied, ValueError) as error:
+            self._replace(slot, handle, error)
+
+    def _count(self, request: GenerateRequest, result: GenerateResult) -> None:
+        self._counters.requests += 1
+        self._counters.prompt_tokens += len(request.prompt_ids)
+        self._counters.cached_tokens += result.cached_tokens
+        self._counters.sampled_tokens += len(result.token_ids)
+
+
+async def _within(seconds: float, knob: str, call: Awaitable[Result]) -> Result:
+    try:
+        return await asyncio.wait_for(call, seconds)
+    except TimeoutError as error:
+        raise EngineDied(f"no answer in {knob} = {seconds} s") from error
