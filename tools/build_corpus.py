@@ -81,7 +81,7 @@ def about_country(
     text = f"What is {ATTRIBUTES[attribute]} of the country {which}?"
     if not values or any(contains(text, value) for value in values):
         return None
-    named = (values[0],) if attribute in ("capital", "highest point") else ()
+    named = (values[0],) if attribute not in ("internet country code", "independence") else ()
     goal = f"{ATTRIBUTES[attribute]} of {country.name}"
     last = Hop(goal, f"{country.name} {attribute}", f"{goal[0].upper()}{goal[1:]} is {values[0]}.")
     return Question(kind, text, values, (*subject, country.name, *named), (*hops, last))
