@@ -47,7 +47,7 @@ def running_ray(address: str | None = None) -> Iterator[None]:
 
 
 class RayEngine:
-    """An `EngineHandle` over an actor. Time-outs are the pool's. vLLM's child processes end with the actor's."""
+    """An `EngineHandle` over an actor; time-outs are the pool's. Child processes of vLLM end with it."""
 
     def __init__(self, model: str, config: EngineConfig, index: int) -> None:
         gpus = config.tp if torch.cuda.is_available() else 0

@@ -39,7 +39,7 @@ class EngineInfo:
     vllm: str
     dtype: str
     tp: int
-    pids: tuple[int, ...]  # of vLLM's child processes
+    pids: tuple[int, ...]  # of this process and vLLM's children
     segments: tuple[str, ...]  # their shared-memory files
 
 
@@ -148,7 +148,8 @@ class Engine:
         import torch
         import vllm
 
-        pids = [child.pid for child in psutil.Process().children(recursive=True)]
+        me = psutil.Process()
+        pids = [me.pid, *(child.pid for child in me.children(recursive=True))]
         return EngineInfo(
             version=self._version,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",

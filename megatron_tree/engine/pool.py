@@ -183,7 +183,7 @@ class EnginePool:
             task.cancel()
 
     def _replace(self, slot: _Slot, handle: EngineHandle, error: Exception) -> None:
-        """Starts the replacement of a failed engine, unless another request that failed with it already did."""
+        """Starts the replacement of a failed engine, unless another request that it failed already did."""
         if slot.handle is not handle or not slot.ready:
             return
         self._routes = {route: at for route, at in self._routes.items() if at is not slot}

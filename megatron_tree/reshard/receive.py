@@ -59,7 +59,7 @@ def is_registered() -> bool:
 
 
 def check_image(update: Update, shape: ModelShape) -> None:
-    """ValueError naming the first difference between the image, the plan's names and the engine's own model."""
+    """ValueError naming the first difference of the image, the plan's names and the engine's own model."""
     expected = shape.tensors()
     try:
         with safe_open(update.image, framework="pt") as image:

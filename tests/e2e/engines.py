@@ -1,0 +1,101 @@
+"""What the engine tests share: a pool of one real engine, the transformers model it must agree with, images,
+requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from megatron_tree.cluster import RayEngine
+from megatron_tree.config import EngineConfig
+from megatron_tree.engine.pool import EnginePool
+from megatron_tree.reshard.names import read_shape
+from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, Update
+from tests.tiny_models import make_model, randomise
+
+PROMPT = np.arange(5, 85, dtype=np.int32)  # 80 tokens: two whole blocks of 32 and a part of one
+
+
+@dataclass
+class Served:
+    loop: asyncio.Runner  # outlives the tests: a pool belongs to one event loop
+    folder: Path
+    model: PreTrainedModel
+    pool: EnginePool
+    made: list[RayEngine] = field(default_factory=list)  # every engine the pool has had
+
+    def publish(self, version: int, *, without: str = "") -> Update:
+        """Draws other weights into the reference model and writes them as an image."""
+        names = tuple(read_shape(self.folder).tensors())
+        randomise(self.model, seed=100 + version)
+        state = self.model.state_dict()
+        path = self.folder / f"image-{version}.safetensors"
+        save_file({name: state[name] for name in names if name != without}, path)
+        return Update(str(path), version, names)
+
+    def generate(self, *requests: GenerateRequest) -> list[GenerateResult]:
+        async def together() -> list[GenerateResult]:
+            return await asyncio.gather(*(self.pool(request) for request in requests))
+
+        return self.loop.run(together())
+
+    def gap(self, tag: str) -> float:
+        """Largest difference of the engine's log-probs from transformers', over prompt, greedy and sampled
+        tokens.
+        """
+        scored = self.loop.run(self.made[-1].score(f"{tag} score", PROMPT))
+        gaps = [np.abs(scored - self.reference(PROMPT)[1]).max()]
+        for result in self.generate(ask(f"{tag} greedy", temperature=0.0), ask(f"{tag} sampled")):
+            logprobs = self.reference(np.concatenate([PROMPT, result.token_ids]))[1]
+            gaps.append(np.abs(logprobs[len(PROMPT) - 1 :] - result.logprobs).max())
+        return float(max(gaps))
+
+    def greedy(self, num_tokens: int) -> list[int]:
+        """transformers' own greedy continuation of the prompt."""
+        ids = torch.from_numpy(PROMPT.astype(np.int64))[None]
+        out = self.model.generate(ids, max_new_tokens=num_tokens, do_sample=False)
+        return out[0, len(PROMPT) :].tolist()
+
+    @torch.no_grad()
+    def reference(self, ids: IntArray) -> tuple[IntArray, FloatArray]:
+        """transformers' best token and the log-prob of the actual one, at every place but the first."""
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        logprobs = self.model(tokens[None]).logits[0, :-1].log_softmax(-1)
+        return logprobs.argmax(-1).numpy(), logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
+
+
+def ask(
+    name: str, seed: int = 0, *, temperature: float = 1.0, max_tokens: int = 24, **other: object
+) -> GenerateRequest:
+    fields = {"prompt_ids": PROMPT, "top_p": 1.0, "stop": (), "route": name, **other}
+    return GenerateRequest(name, max_tokens=max_tokens, seed=seed, temperature=temperature, **fields)  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(folder: Path, *, family: str, tied: bool, tp: int, vocab_size: int = 128) -> Iterator[Served]:
+    """Makes a model and starts a pool of one engine of it; needs a running Ray."""
+    model = make_model(folder, family=family, tied=tied, seed=7, vocab_size=vocab_size)
+    config = EngineConfig(tp=tp, dtype="fp32", max_model_len=512, max_num_seqs=32, kv_cache_gib=0.1)
+    made: list[RayEngine] = []
+
+    def spawn(index: int) -> RayEngine:
+        made.append(RayEngine(str(folder), config, index))
+        return made[-1]
+
+    with asyncio.Runner() as loop:
+        served = Served(loop, folder, model, EnginePool(config, spawn), made)
+        started = time.perf_counter()
+        loop.run(served.pool.start())
+        print(f"\n{family}, tied {tied}, engine TP {tp}: started in {time.perf_counter() - started:.1f} s")
+        yield served
+        loop.run(served.pool.stop())
