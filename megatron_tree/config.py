@@ -1,7 +1,8 @@
 """Every knob, once: its type, unit, default and check. `load(yaml, overrides)` is the only way in.
 
-Models are frozen and strict; an unknown key is an error. Units are in the names. What needs the model's shape (heads that
-divide by tp, layers by pp) is checked by `reshard.names.check_model`, what needs the machine by `cluster`.
+Models are frozen and strict; an unknown key is an error. Units are in the names. What needs the model's shape
+(heads that divide by tp, layers by pp) is checked by `reshard.names.check_model`, what needs the machine by
+`cluster`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class AlgoConfig(Section):
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     clip_dual: Annotated[float, Field(gt=1)] | None = 3.0
     kl_coef: Annotated[float, Field(ge=0)] = 0.001  # beta of the K3 estimator; 0 needs no reference model
-    importance_cap: Annotated[float, Field(gt=0)] | None = None  # truncated engine/trainer correction; null is off
+    importance_cap: Annotated[float, Field(gt=0)] | None = (
+        None  # of the engine/trainer ratio; null: no correction
+    )
 
     @model_validator(mode="after")
     def _some_advantage(self) -> Self:
@@ -203,7 +206,8 @@ class Config(Section):
             )
         if self.rollout.prompts % self.train.mini_batches:
             raise ValueError(
-                f"train.mini_batches: must divide rollout.prompts {self.rollout.prompts}, got {self.train.mini_batches}"
+                f"train.mini_batches: must divide rollout.prompts {self.rollout.prompts}, "
+                f"got {self.train.mini_batches}"
             )
         if self.run.deterministic and (self.model.dtype, self.engine.dtype) != ("fp32", "fp32"):
             raise ValueError(
@@ -211,7 +215,9 @@ class Config(Section):
                 f"{self.model.dtype} and {self.engine.dtype}"
             )
         if (self.eval.every or self.eval.at_start or self.eval.at_end) and not self.data.eval:
-            raise ValueError("data.eval: eval.every, eval.at_start and eval.at_end need at least one file, got none")
+            raise ValueError(
+                "data.eval: eval.every, eval.at_start and eval.at_end need at least one file, got none"
+            )
         return self
 
 
@@ -238,7 +244,8 @@ def load(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Confi
 
 
 class _Loader(yaml.SafeLoader):
-    """Where YAML 1.1 takes `1e-6` for a string and the last of two equal keys, this takes a number and refuses."""
+    """Where YAML 1.1 takes `1e-6` for a string and the last of two equal keys, this takes a number and
+    refuses."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value]

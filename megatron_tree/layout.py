@@ -1,7 +1,7 @@
 """Which rank is where, and which layers it holds. Pure integers: no process, no torch.
 
-The rank order is Megatron-Core's default, `tp-cp-ep-dp-pp` with ep = 1: tensor-parallel neighbours are adjacent ranks,
-pipeline stages are furthest apart. No rank arithmetic exists outside this file.
+The rank order is Megatron-Core's default, `tp-cp-ep-dp-pp` with ep = 1: tensor-parallel neighbours are
+adjacent ranks, pipeline stages are furthest apart. No rank arithmetic exists outside this file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class ParallelLayout:
         return [self.rank(Coordinates(tp=0, cp=0, dp=dp, pp=self.pp - 1)) for dp in range(self.dp)]
 
     def stage_layers(self, num_layers: int, pp_rank: int, vpp_rank: int = 0) -> range:
-        """Global layer numbers of one model chunk; chunk v of stage p is the (v * pp + p)-th of pp * vpp equal parts."""
+        """Global layer numbers of one model chunk; chunk v of stage p is the (v * pp + p)-th of pp * vpp
+        equal parts."""
         chunks = self.pp * self.vpp
         if num_layers % chunks:
             raise ValueError(f"pp: {num_layers} layers do not divide into pp * vpp = {chunks} equal parts")

@@ -1,4 +1,5 @@
-"""Metrics that carry their reduction, phase timers, and the sinks of a run folder (TensorBoard and `metrics.jsonl`).
+"""Metrics that carry their reduction, phase timers, and the sinks of a run folder (TensorBoard and
+`metrics.jsonl`).
 
 A name is `section/what`, as TensorBoard groups it. Not here: what is computed (see `loop`, `algo`).
 """

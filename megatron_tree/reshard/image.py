@@ -1,7 +1,7 @@
 """Model images: a safetensors file with a fixed place for every tensor, written by many, read by many.
 
-On disk an image is the weights file of a Hugging Face folder; in shared memory it is what engines load from. Each owner
-writes only its slices and each reader maps only its own, so no process ever holds the model.
+On disk an image is the weights file of a Hugging Face folder; in shared memory it is what engines load from.
+Each owner writes only its slices and each reader maps only its own, so no process ever holds the model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def create(path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
     """Makes an empty image in its full size. Raises OSError when the file system has no room for it.
 
-    The bytes are reserved, not only promised: a full /dev/shm must be an error here, not a SIGBUS in a writer.
+    The bytes are reserved, not only promised: a full /dev/shm must be an error here, not a SIGBUS in a
+    writer.
     """
-    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, tensor_shape in shape.tensors().items():
         size = int(np.prod(tensor_shape)) * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensor_shape), "data_offsets": [offset, offset + size]}  # type: ignore[dict-item]
+        place = [offset, offset + size]
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensor_shape), "data_offsets": place}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start aligned
@@ -70,7 +73,8 @@ def write_slices(
 
 
 class Folder:
-    """The weights of a Hugging Face folder (one safetensors file, or shards with an index), read slice by slice."""
+    """The weights of a Hugging Face folder (one safetensors file, or shards with an index), read slice by
+    slice."""
 
     def __init__(self, folder: str | Path) -> None:
         self.path = Path(folder)
@@ -79,7 +83,9 @@ class Folder:
             try:
                 self._files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"model.path: {index} is not an index of safetensors files: {error!r}") from error
+                raise ValueError(
+                    f"model.path: {index} is no index of safetensors files: {error!r}"
+                ) from error
         elif single.exists():
             self._files = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
@@ -90,15 +96,15 @@ class Folder:
         """ValueError naming the first tensor that is missing, misshapen or quantised; no weight is read."""
         for name, expected in shape.tensors().items():
             if name not in self._files:
-                raise ValueError(f"model.path: {self.path} lacks the tensor {name}, {len(self._files)} are there")
+                have = len(self._files)
+                raise ValueError(f"model.path: {self.path} lacks the tensor {name}, {have} are there")
             stored = self._slice(name)
             got = tuple(stored.get_shape())
             if got != expected:
                 raise ValueError(f"model.path: {self.path}: {name} must have shape {expected}, got {got}")
-            if stored.get_dtype() not in DTYPES:
-                raise ValueError(
-                    f"model.path: {self.path}: {name} must be one of {', '.join(DTYPES)}, got {stored.get_dtype()}"
-                )
+            if (dtype := stored.get_dtype()) not in DTYPES:
+                known = ", ".join(DTYPES)
+                raise ValueError(f"model.path: {self.path}: {name} must be one of {known}, got {dtype}")
 
     def read(self, copy: SliceCopy) -> torch.Tensor:
         return self._slice(copy.tensor)[copy.tensor_index]
@@ -110,7 +116,8 @@ class Folder:
         try:
             return self._opened[file].get_slice(name)
         except SafetensorError as error:
-            raise ValueError(f"model.path: {self.path / file} lacks the tensor {name} of its index: {error}") from error
+            path = self.path / file
+            raise ValueError(f"model.path: {path} lacks the tensor {name} of its index: {error}") from error
 
     def _open(self, file: str) -> safe_open:
         try:

@@ -1,7 +1,9 @@
-"""One table per model family: Megatron-Core parameter <-> Hugging Face tensors, and the shape a folder declares.
+"""One table per model family: Megatron-Core parameter <-> Hugging Face tensors, and the shape a folder
+declares.
 
-The tables are read both ways: loading, exporting and publishing all go through `plan`, which reads them. Not here: which
-rank holds what (`plan`), bytes (`image`). Families: Llama (SmolLM2 is one) and Qwen2 / Qwen2.5, tied and untied.
+The tables are read both ways: loading, exporting and publishing all go through `plan`, which reads them. Not
+here: which rank holds what (`plan`), bytes (`image`). Families: Llama (SmolLM2 is one) and Qwen2 / Qwen2.5,
+tied and untied.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from typing import Any, Literal
 from megatron_tree.layout import ParallelLayout
 
 Rule = Literal["replicated", "rows", "columns", "qkv", "gate_up", "vocab"]
-"""How a parameter is cut over tensor-parallel ranks and made of its Hugging Face tensors:
-`replicated` whole on every rank; `rows`, `columns` equal parts of one tensor; `qkv` query, key and value rows interleaved
-by KV group, then equal row parts; `gate_up` equal row parts of gate, then of up; `vocab` row parts of the padded vocabulary."""
+"""How a parameter is cut over tensor-parallel ranks and made of its Hugging Face tensors: `replicated` whole
+on every rank; `rows`, `columns` equal parts of one tensor; `qkv` query, key and value rows interleaved by KV
+group, then equal row parts; `gate_up` equal row parts of gate, then of up; `vocab` row parts of the padded
+vocabulary."""
 
 Place = Literal["first", "layer", "last"]
 
@@ -113,7 +116,8 @@ class ModelShape:
 
 
 def read_shape(folder: str | Path) -> ModelShape:
-    """Reads `config.json` of a Hugging Face folder. ValueError on anything the trainer would compute differently."""
+    """Reads `config.json` of a Hugging Face folder. ValueError on anything the trainer would compute
+    differently."""
     path = Path(folder) / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +174,8 @@ def check_model(shape: ModelShape, layout: ParallelLayout) -> None:
             f"train.parallel.tp: must divide the model's {shape.kv_heads} KV heads or be a multiple of them, "
             f"got {layout.tp}"
         )
-    if shape.num_layers % (layout.pp * layout.vpp):
+    chunks = layout.pp * layout.vpp
+    if shape.num_layers % chunks:
         raise ValueError(
-            f"train.parallel.pp: must divide the model's {shape.num_layers} layers, got {layout.pp * layout.vpp}"
+            f"train.parallel.pp: must divide the model's {shape.num_layers} layers, got {chunks}"
         )

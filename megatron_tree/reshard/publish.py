@@ -1,15 +1,17 @@
 """The trainers' side of a publish: two image slots of one run, written in turn.
 
-Engines may go on (re)loading the committed version from its slot while the next one is written to the other. A lock file
-guards a run's slots for as long as its rank 0 lives; what a dead run left is swept when the next one starts. Not here: the
-slices (`plan`, `image`), the engines' side (`receive`).
+Engines may go on (re)loading the committed version from its slot while the next one is written to the other.
+A lock file guards a run's slots for as long as its rank 0 lives; what a dead run left is swept when the next
+one starts. Not here: the slices (`plan`, `image`), the engines' side (`receive`).
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import os
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -20,19 +22,19 @@ PREFIX = "megatron-tree-"
 
 
 class Slots:
-    """The slots `<image_dir>/megatron-tree-<run_id>-<0|1>.safetensors`. ValueError where they cannot be had."""
+    """The slots `<image_dir>/megatron-tree-<run_id>-<0|1>.safetensors`. ValueError where they cannot be
+    had."""
 
     def __init__(self, image_dir: str, run_id: str) -> None:
         self._folder, self._run_id = Path(image_dir), run_id
         if not self._folder.is_dir():
             raise ValueError(f"engine.image_dir: must be a folder, got {image_dir}")
         sweep(self._folder)
-        lock = self._folder / f"{PREFIX}{run_id}.lock"
-        self._lock = lock.open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"run.dir: another run uses the images {lock.stem}-* in {image_dir}") from error
+        path = self._folder / f"{PREFIX}{run_id}.lock"
+        lock = _lock(path)
+        if lock is None:
+            raise ValueError(f"run.dir: another run uses the images {path.stem}-* in {image_dir}")
+        self._lock = lock
 
     def path(self, version: int) -> Path:
         return self._folder / f"{PREFIX}{self._run_id}-{version % 2}.safetensors"
@@ -48,7 +50,8 @@ class Slots:
                 if error.errno != errno.ENOSPC:
                     raise
                 size = sum(torch.Size(s).numel() for s in shape.tensors().values()) * dtype.itemsize
-                raise ValueError(f"engine.image_dir: {self._folder} has no room for an image of {size} bytes") from error
+                what = f"an image of {size} bytes"
+                raise ValueError(f"engine.image_dir: {self._folder} has no room for {what}") from error
         return path
 
     def close(self) -> None:
@@ -59,16 +62,31 @@ class Slots:
 def sweep(folder: Path) -> list[str]:
     """Removes the images of runs that no longer live; returns their run ids."""
     swept = []
-    for lock in folder.glob(f"{PREFIX}*.lock"):
-        with lock.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
-            run_id = lock.stem.removeprefix(PREFIX)
-            _remove(folder, run_id)
-            swept.append(run_id)
+    for path in folder.glob(f"{PREFIX}*.lock"):
+        lock = _lock(path)
+        if lock is not None:
+            with lock:
+                run_id = path.stem.removeprefix(PREFIX)
+                _remove(folder, run_id)
+                swept.append(run_id)
     return swept
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """The open lock file, locked until it is closed; None where another process or another user has it."""
+    while True:
+        try:
+            file = path.open("w")
+        except PermissionError:
+            return None
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            return None
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # its holder removed it between our two steps: this lock keeps nobody out
 
 
 def _remove(folder: Path, run_id: str) -> None:
