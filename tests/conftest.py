@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
+
+# a busy machine is no failure: pytest's time-out is the only clock
+hypothesis.settings.register_profile("repository", deadline=None)
+hypothesis.settings.load_profile("repository")
 
 for _name, _value in {
     "OMP_NUM_THREADS": "1",

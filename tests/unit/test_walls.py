@@ -17,13 +17,8 @@ import megatron_tree
 ROOT = Path(__file__).parents[2]
 PURE = ("config", "types", "layout", "metrics", "data", "algo", "rollout")  # layers 0 and 1
 ALSO_LIGHT = (
-    "reshard.names",
-    "reshard.plan",
-    "reshard.image",
-    "reshard.publish",
-    "report",
-    "evaluate",
-    "doctor",
+    *("reshard.names", "reshard.plan", "reshard.image", "reshard.publish"),
+    *("report", "evaluate", "doctor", "planner", "runfolder"),
 )
 
 
