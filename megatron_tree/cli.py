@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -72,23 +73,24 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Entry point. Environments of the user are found from the working folder."""
+    """Entry point. Environments of the user are found from the working folder.
+
+    MEGATRON_TREE_TRACEBACK=1 shows where an error came from.
+    """
     sys.path.insert(0, "")
     try:
-        app(standalone_mode=False)
-    except ValueError as error:
-        _fail(str(error), code=2)
-    except RunFailed as error:
-        _fail(str(error), code=1)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
+        sys.exit(app(standalone_mode=False))
+    except (ValueError, RunFailed) as error:
+        if os.environ.get("MEGATRON_TREE_TRACEBACK"):
+            raise
+        _fail(str(error), code=2 if isinstance(error, ValueError) else 1)
     except typer.Abort:
         sys.exit(130)
     except Exception as error:
-        usage = getattr(error, "format_message", None)
+        usage = getattr(error, "format_message", None)  # click's own errors, which typer does not export
         if usage is None:
             raise
-        _fail(usage(), code=2)
+        _fail(usage() or "a command is needed", code=2)
 
 
 def _load(path: Path, overrides: list[str] | None) -> Config:
@@ -131,3 +133,7 @@ async def _until_done(
 def _fail(message: str, code: int) -> NoReturn:
     sys.stderr.write(f"megatron-tree: {' '.join(message.split())}\n")
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self._console.print(Text(text))
+        self._console.print(Text(text), soft_wrap=True)
 
     def detail(self, text: str) -> None:
         """What the live line says behind the phase."""

@@ -18,7 +18,7 @@ import numpy as np
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine import on_cpu
 from megatron_tree.engine.handle import Aborted, EngineDied
-from megatron_tree.reshard.names import read_shape
+from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, Update
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Engine:
         """
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
-        arguments = _arguments(self._model, self._config)
+        arguments = _arguments(self._model, self._config, self._shape)
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -68,6 +68,8 @@ class Engine:
 
         try:
             self._llm = AsyncLLM.from_engine_args(arguments)
+        except ValueError as error:  # pydantic's many lines, which do not pickle
+            raise ValueError(f"{self._model}: vLLM refuses it: {' '.join(str(error).split())}") from None
         except RuntimeError as error:
             raise EngineDied(f"vLLM does not start: {error}") from error
         if not is_registered():
@@ -165,6 +167,7 @@ class Engine:
         del self._llm
 
     async def _run(self, token_ids: IntArray, params: SamplingParams, request_id: str) -> RequestOutput:
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -175,6 +178,8 @@ class Engine:
                 final = output
         except EngineDeadError as error:
             raise EngineDied(f"vLLM died under request {request_id}") from error
+        except VLLMClientError as error:
+            raise ValueError(f"request {request_id}: {error}") from None
         assert final is not None
         return final
 
@@ -183,13 +188,14 @@ class Engine:
             raise EngineDied(self._broken)
 
 
-def _arguments(model: str, config: EngineConfig) -> AsyncEngineArgs:
+def _arguments(model: str, config: EngineConfig, shape: ModelShape) -> AsyncEngineArgs:
     import torch
 
     if torch.cuda.is_available():
         by_device: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
     else:
         os.environ.update(on_cpu.environment(config))
+        on_cpu.check(config, shape)
         by_device = on_cpu.arguments(config)
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs

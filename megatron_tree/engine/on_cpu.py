@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_tree.config import EngineConfig
+from megatron_tree.reshard.names import ModelShape
 
 GIB = 1 << 30
 
@@ -26,6 +27,19 @@ def environment(config: EngineConfig) -> dict[str, str]:
         # nothing.
         variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return variables
+
+
+def check(config: EngineConfig, shape: ModelShape) -> None:
+    """ValueError for what vLLM would only find out when it computes, or would answer with slower kernels."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if shape.head_dim not in sizes:
+        raise ValueError(
+            f"model.path: head_dim must be one of {sizes} for vLLM on a CPU, got {shape.head_dim}"
+        )
+    if config.block_size % 32:
+        raise ValueError(f"engine.block_size: must be a multiple of 32 on a CPU, got {config.block_size}")
 
 
 def arguments(config: EngineConfig) -> dict[str, Any]:

@@ -11,7 +11,8 @@ row ranges, not by heads, so that tp above the number of KV heads needs no case 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_tree.layout import ParallelLayout
@@ -62,6 +63,10 @@ def owned(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[SliceCop
 def params(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[str]:
     """Names of the rank's parameters, in layer order."""
     return [param for _, param, _ in _stage_names(shape, layout, rank)]
+
+
+def num_elements(copies: Iterable[SliceCopy]) -> int:
+    return sum(math.prod(copy.extent) for copy in copies)
 
 
 def _walk(shape: ModelShape, layout: ParallelLayout, rank: int) -> Iterator[tuple[Name, SliceCopy]]:

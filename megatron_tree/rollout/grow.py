@@ -32,12 +32,12 @@ from megatron_tree.rollout.budget import PathBudget, budget_at
 from megatron_tree.rollout.episode import Environment, Episode, Generate, Reply, Reward, Turn
 from megatron_tree.rollout.select import candidates, draw
 from megatron_tree.rollout.tokens import Codec
-from megatron_tree.types import Finish, GenerateRequest, Group, IntArray, Leaf, Node, Row, Tree
+from megatron_tree.types import Finish, GenerateRequest, Group, IntArray, Leaf, Node, Row, RunFailed, Tree
 
 T = TypeVar("T")
 
 
-class GrowthError(RuntimeError):
+class GrowthError(RunFailed):
     """The environment, a tool or the reward failed; one line naming the path."""
 
 

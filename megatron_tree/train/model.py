@@ -14,7 +14,12 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -172,8 +177,19 @@ def build(
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
     )
+    _mark_split_weights(model)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if not name.endswith("layernorm.weight"):
                 param.zero_()  # uninitialised memory may hold NaN, and vocabulary padding is never loaded
     return model if on_cpu.use_cpu() else model.cuda()
+
+
+def _mark_split_weights(model: TreeGPTModel) -> None:
+    """Megatron marks a weight as split over tensor-parallel ranks only while it initialises it. Without the mark the
+    gradient norm takes it for a duplicate and counts one rank's part."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            if module.weight is not None:  # the output layer has none where it is tied to an embedding of its own stage
+                set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)

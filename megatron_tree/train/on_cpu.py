@@ -52,7 +52,7 @@ class _CpuForCuda(TorchFunctionMode):
         result = func(*args, **kwargs)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             # optimizers sort parameters by this string
-            return result.replace("torch.", "torch.cuda.", 1)
+            return "torch.cuda." + result.removeprefix("torch.").removeprefix("cuda.")
         return result
 
 

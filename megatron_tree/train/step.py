@@ -59,8 +59,9 @@ def wrap(model: TreeGPTModel) -> DistributedDataParallel:
 
 
 def make_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
+    """Megatron's AdamW. Norms and biases do not decay (Megatron's rule, which its own scheduler, not used here, applies)."""
     dtype = model.config.params_dtype
-    return get_megatron_optimizer(
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -75,6 +76,9 @@ def make_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> M
         ),
         [model],
     )
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    return optimizer
 
 
 def forward_only(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[np.ndarray] | None:

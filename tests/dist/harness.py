@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,7 @@ class Case:
     layout: ParallelLayout
     batch: StepBatch  # [dp][num_microbatches]
     objective: Objective | None = "policy"  # None: log-probs only
+    then: Callable[[TrainRank, Case, Path], None] | None = None  # what a rank does instead
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     temperature: float = 1.0
 
@@ -44,7 +46,7 @@ def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
     context = multiprocessing.get_context("spawn")
     errors = context.Queue()
     ranks = [
-        context.Process(target=_rank, args=(r, store.port, cases, out, errors), daemon=True)
+        context.Process(target=_rank, args=(r, store.port, cases, out, errors))
         for r in range(world)
     ]
     for process in ranks:
@@ -78,7 +80,10 @@ def _run_case(rank: int, case: Case, store: dist.Store, out: Path) -> None:
     trainer.start(("", 0), str(case.model))
     out.mkdir(parents=True, exist_ok=True)
     dp = case.layout.coordinates(rank).dp
-    if case.objective is None:
+    if case.then is not None:
+        with trainer._in("test"):
+            case.then(trainer, case, out)
+    elif case.objective is None:
         logprobs = trainer.score(case.batch[dp], "actor")
         for index, values in enumerate(logprobs or []):
             np.save(out / f"logprobs_{dp}_{index}.npy", values)

@@ -1,0 +1,103 @@
+"""The trainer group with fake ranks: who gets what, and what is said of a rank that dies, fails or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_tree.config import TrainConfig
+from megatron_tree.layout import ParallelLayout
+from megatron_tree.metrics import Mean
+from megatron_tree.train.group import RankDied, StepResult, TrainerFailed, TrainerGroup, Transport
+
+LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)  # ranks 4 and 6 report: last stage, tp 0, dp 0 and 1
+
+
+class FakeRank:
+    def __init__(self, rank: int, behaviour: dict[int, Any]) -> None:
+        self.rank, self.behaviour, self.killed = rank, behaviour, False
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "phase":
+            return "train policy"
+        answer = self.behaviour.get(self.rank)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer == "hang":
+            await asyncio.sleep(60)
+        return (self.rank, args) if answer is None else answer
+
+    async def kill(self) -> None:
+        self.killed = True
+
+
+def _group(behaviour: dict[int, Any], put: Any = lambda share: share) -> tuple[TrainerGroup, list[FakeRank]]:
+    made: list[FakeRank] = []
+
+    def spawn(rank: int) -> FakeRank:
+        made.append(FakeRank(rank, behaviour))
+        return made[-1]
+
+    config = TrainConfig(step_timeout_s=0.2)
+    group = TrainerGroup(LAYOUT, config, Transport(spawn, put))
+    group._ranks = [spawn(rank) for rank in LAYOUT.ranks()]
+    return group, made
+
+
+def test_each_rank_gets_the_share_of_its_dp_index_put_once() -> None:
+    put: list[Any] = []
+
+    def remember(share: Any) -> Any:
+        put.append(share)
+        return ("ref", share)
+
+    group, _ = _group({}, remember)
+    asked = asyncio.run(group._all("score", group._shares([["a"], ["b"]]), "actor"))
+    assert put == [["a"], ["b"]]
+    # dp is the axis between tp and pp: ranks 0 1 | 2 3 | 4 5 | 6 7 have dp 0 1 0 1
+    assert [args[0][1] for _, args in asked] == [["a"]] * 2 + [["b"]] * 2 + [["a"]] * 2 + [["b"]] * 2
+
+
+def test_scores_come_from_the_reporting_ranks() -> None:
+    scored = {4: [np.zeros(3)], 6: [np.ones(2)]}
+    group, _ = _group({rank: scored.get(rank, "nothing") for rank in LAYOUT.ranks()})
+    assert asyncio.run(group.score([[], []], "actor")) == [scored[4], scored[6]]
+
+
+def test_metrics_of_all_dp_ranks_are_reduced() -> None:
+    results = {rank: StepResult({}, 2.0, 0.1, False) for rank in LAYOUT.ranks()}
+    results[4] = StepResult({"policy/loss": Mean(1.0, 0.25)}, 2.0, 0.1, False)
+    results[6] = StepResult({"policy/loss": Mean(3.0, 0.75)}, 2.0, 0.1, False)
+    group, _ = _group(results)
+    result = asyncio.run(group.train([[], []], "policy"))
+    assert result.metrics["policy/loss"] == Mean(4.0, 1.0)
+    assert (result.grad_norm, result.learning_rate, result.skipped) == (2.0, 0.1, False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (RankDied("the actor died"), "score: rank 5 failed: RankDied: the actor died"),
+        (RuntimeError("connection closed"), "score: rank 5 failed: RuntimeError: connection closed"),
+        ("hang", "score: no answer within 0.2 s: rank 5 at train policy"),
+    ],
+)
+def test_a_lost_rank_is_named(fault: Any, message: str) -> None:
+    group, _ = _group({5: fault})
+    with pytest.raises(TrainerFailed, match=message):
+        asyncio.run(group.score([[], []], "actor"))
+
+
+def test_the_users_mistake_passes_as_it_is() -> None:
+    group, _ = _group({3: ValueError("model.path: lacks a tensor")})
+    with pytest.raises(ValueError, match=r"^model\.path: lacks a tensor$"):
+        asyncio.run(group.load("checkpoint"))
+
+
+def test_kill_reaches_every_rank() -> None:
+    group, made = _group({})
+    asyncio.run(group.kill())
+    assert all(rank.killed for rank in made)
