@@ -1,4 +1,5 @@
-"""The command line: train, sft, eval, plan, doctor. A user's mistake is one line on stderr and exit code 2."""
+"""The command line: train, sft, eval, plan, doctor. A user's mistake is one line on stderr and exit code
+2."""
 
 from __future__ import annotations
 

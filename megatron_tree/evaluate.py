@@ -1,6 +1,7 @@
 """Evaluation: chains on held-out rows, sampled and greedy, scored per data source with a confidence interval.
 
-The same rows and seeds every time, so that two evaluations of a run are paired. Not here: when it runs (`loop`).
+The same rows and seeds every time, so that two evaluations of a run are paired. Not here: when it runs
+(`loop`).
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Result:
 
 
 def interval(by_question: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean over questions. The chains of a question are not independent; the questions are."""
+    """95 % interval of a mean over questions. The chains of a question are not independent; the questions
+    are."""
     values = np.asarray(by_question)
     half = Z95 * values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.inf
     return float(values.mean() - half), float(values.mean() + half)
@@ -59,7 +61,8 @@ def summarise(sampled: Sequence[Group], greedy: Sequence[Group]) -> Result:
 
 
 def _scores(groups: Sequence[Group]) -> dict[str, float]:
-    """Success, reward, exact match, F1 and turns: over everything, then success, exact match and F1 per source."""
+    """Success, reward, exact match, F1 and turns: over everything, then success, exact match and F1 per
+    source."""
     everything: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         source = group.row.data_source

@@ -2,7 +2,8 @@
 
     prompts -> grow trees -> score -> learn (advantages, packing, pipeline step) -> publish -> next iteration
 
-Departures from the paper: weights are published after every iteration, and old log-probs are the trainer's own.
+Departures from the paper: weights are published after every iteration, and old log-probs are the trainer's
+own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Story:
 
 
 async def train(run: Session) -> dict[str, object]:
-    """Warm-up, then iterations until `train.iterations`. Returns the summary. StopRequested leaves a checkpoint."""
+    """Warm-up, then iterations until `train.iterations`. Returns the summary. StopRequested leaves a
+    checkpoint."""
     story, config = Story(), run.config
     try:
         if not await run.restore():
@@ -157,5 +159,6 @@ def settings(config: Config) -> str:
     rollout, layout = config.rollout, config.train.parallel
     return (
         f"{rollout.prompts} prompts x M {rollout.trees} N {rollout.expand_nodes} L {rollout.expand_rounds}, "
-        f"trainer TP {layout.tp} PP {layout.pp} DP {layout.dp}, {config.engine.count} engines TP {config.engine.tp}"
+        f"trainer TP {layout.tp} PP {layout.pp} DP {layout.dp}, "
+        f"{config.engine.count} engines TP {config.engine.tp}"
     )

@@ -1,4 +1,5 @@
-"""`megatron-tree plan`: a config checked against its model, and the layout it gives. Starts no process, reads no weights.
+"""`megatron-tree plan`: a config checked against its model, and the layout it gives. Starts no process, reads
+no weights.
 
 Not here: memory, FLOPs, time.
 """
@@ -52,7 +53,9 @@ def show(config: Config) -> None:
     check_model(shape, layout)
     found = stages(shape, layout, config.engine.dtype)
     rollout, console = config.rollout, Console(highlight=False)
-    table = Table(title=f"{config.model.path}: {shape.family}, {shape.num_layers} layers", title_justify="left")
+    table = Table(
+        title=f"{config.model.path}: {shape.family}, {shape.num_layers} layers", title_justify="left"
+    )
     for column in ("stage", "layers", "ranks", "parameters of a rank", "published"):
         table.add_column(column, justify="right")
     for number, stage in enumerate(found):
@@ -66,8 +69,9 @@ def show(config: Config) -> None:
     console.print(table)
     leaves = rollout.prompts * rollout.trees * rollout.leaves_per_tree
     console.print(
-        f"trainer: TP {layout.tp} x PP {layout.pp} x DP {layout.dp} = {layout.world_size} ranks, {config.model.dtype}\n"
+        f"trainer: TP {layout.tp} x PP {layout.pp} x DP {layout.dp} = {layout.world_size} ranks, "
+        f"{config.model.dtype}\n"
         f"engines: {config.engine.count} x TP {config.engine.tp}, {config.engine.dtype}\n"
-        f"iteration: {rollout.prompts} prompts x {rollout.trees} trees x {rollout.leaves_per_tree} leaves = {leaves} "
-        f"leaves, {config.train.mini_batches} optimizer steps"
+        f"iteration: {rollout.prompts} prompts x {rollout.trees} trees x {rollout.leaves_per_tree} leaves "
+        f"= {leaves} leaves, {config.train.mini_batches} optimizer steps"
     )

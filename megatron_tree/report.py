@@ -20,7 +20,8 @@ from megatron_tree.metrics import PhaseTimer
 
 
 class Progress:
-    """One live line on a terminal; elsewhere a plain line per iteration. Everything goes to stderr: stdout is for data."""
+    """One live line on a terminal; elsewhere a plain line per iteration. Everything goes to stderr: stdout is
+    for data."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -67,7 +68,8 @@ class Progress:
             f"iteration {iteration}/{self.total}  reward {scalars['rollout/reward']:.3f}  "
             f"success {scalars['rollout/success']:.3f}  loss {scalars['policy/loss']:+.4f}  "
             f"grad {scalars['train/grad_norm']:.2f}  gap {scalars['policy/logprob_gap_max']:.1e}  "
-            f"{scalars['throughput/tokens_per_s']:.0f} tok/s  {scalars['time/iteration_s']:.1f} s  ETA {_clock(left)}"
+            f"{scalars['throughput/tokens_per_s']:.0f} tok/s  {scalars['time/iteration_s']:.1f} s  "
+            f"ETA {_clock(left)}"
         )
 
     def start_clock(self) -> None:

@@ -1,8 +1,8 @@
 """A run's folder: who may use it, what lies where, which checkpoint is the latest.
 
     config.yaml  metrics.jsonl  trees.jsonl  tensorboard/  summary.json
-    reference/                 Hugging Face folder: the weights after the warm-up, which the reference model holds
-    checkpoints/iteration-N/   megatron/ (distributed checkpoint) and state.json (the driver's part)
+    reference/                 Hugging Face folder: the weights after the warm-up, which the reference model
+    holds checkpoints/iteration-N/   megatron/ (distributed checkpoint) and state.json (the driver's part)
     best/                      Hugging Face folder of the best evaluation
 
 Folders are written aside as `NAME.partial` and renamed, so one that exists under its name is whole.
@@ -30,7 +30,8 @@ class RunFolder:
         self._config = config
 
     def claim(self) -> None:
-        """Takes the folder for this process and writes the config into it. ValueError where it is used already."""
+        """Takes the folder for this process and writes the config into it. ValueError where it is used
+        already."""
         used = self.path.exists() and any(p.name != "run.lock" for p in self.path.iterdir())
         if used and not self._config.run.resume:
             raise ValueError(f"run.dir: must be new or empty unless run.resume is true, got {self.path}")

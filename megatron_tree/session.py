@@ -1,7 +1,8 @@
-"""The parts of a run put together, and one method per verb of `loop`: warm up, grow, score, learn, publish, save, restore.
+"""The parts of a run put together, and one method per verb of `loop`: warm up, grow, score, learn, publish,
+save, restore.
 
-Everything that needs no process is checked before the first one starts. Not here: the order of the verbs (`loop`), files
-(`runfolder`), what is shown (`report`).
+Everything that needs no process is checked before the first one starts. Not here: the order of the verbs
+(`loop`), files (`runfolder`), what is shown (`report`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Session:
         self._restarts = self._skipped_in_a_row = 0
         self._opened = contextlib.AsyncExitStack()
 
-    # -- opening and closing: processes ----------------------------------------------------------------------------
+    # -- opening and closing: processes
+    # ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self.folder.claim()
@@ -83,18 +85,16 @@ class Session:
     async def _open(self) -> None:
         enter, later = self._opened.enter_context, self._opened.push_async_callback
         if self.rolls_out:
-            await _maybe(
-                self.environment, "check"
-            )  # a server that is not there is said before anything starts
+            # a server that is not there is said before anything starts
+            await _maybe(self.environment, "check")
             later(_maybe, self.environment, "close")
         self.progress = enter(Progress(self.config.train.iterations))
         enter(cluster.running_ray())
         if self.rolls_out:
             self.pool = cluster.engine_pool(self.config.model.path, self.config.engine)
             later(self.pool.stop)
-            self._pool_start = asyncio.ensure_future(
-                self.pool.start()
-            )  # while the trainer starts and warms up
+            # engines start while the trainer starts and warms up
+            self._pool_start = asyncio.ensure_future(self.pool.start())
             later(_cancel, self._pool_start)
         if self.trains:
             transport = cluster.trainer_transport(self._rank_setup())
@@ -111,10 +111,12 @@ class Session:
         except (TrainerFailed, ValueError) as failure:
             self.progress.say(f"while stopping: {failure}")
 
-    # -- weights: where they come from, where they go ----------------------------------------------------------------
+    # -- weights: where they come from, where they go
+    # ----------------------------------------------------------------
 
     async def restore(self) -> bool:
-        """Starts the trainer where the run folder left off. False: at its very beginning, before the warm-up."""
+        """Starts the trainer where the run folder left off. False: at its very beginning, before the
+        warm-up."""
         latest = self.folder.latest()
         warm = self.folder.reference.exists()
         with self.progress.phase("start"):
@@ -190,7 +192,7 @@ class Session:
         self.log.restart_after(self.iteration)
         await self.publish()
 
-    # -- one iteration -------------------------------------------------------------------------------------------------
+    # -- one iteration ---------------------------------------------------------------------------------------
 
     async def grow(self) -> list[Group]:
         """The trees of this iteration's prompts. Cut short by a stop; the prompts are then taken again."""
@@ -244,7 +246,7 @@ class Session:
         self.best = (self.iteration, result.success)
         await self.trainer.export(str(self.folder.best))
 
-    # -- details -------------------------------------------------------------------------------------------------------
+    # -- details ---------------------------------------------------------------------------------------------
 
     async def _chains(
         self, rows: Sequence[Row], rollout: RolloutConfig, seed: SeedPath, temperature: float | None = None

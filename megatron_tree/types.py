@@ -1,8 +1,8 @@
 """The hand-offs between the parts, each a named dataclass.
 
-Three wires cross processes: a `Tree` (engine pool -> driver), a `StepBatch` (driver -> train ranks) and weight slices
-(train ranks -> engines, see `reshard`). Token ids are the truth: text is derived from them for parsing and is never
-re-tokenised. Arrays are numpy, so that they travel without copies and without torch.
+Three wires cross processes: a `Tree` (engine pool -> driver), a `StepBatch` (driver -> train ranks) and
+weight slices (train ranks -> engines, see `reshard`). Token ids are the truth: text is derived from them for
+parsing and is never re-tokenised. Arrays are numpy, so that they travel without copies and without torch.
 
 `_ids` arrays are int32, log-probs and weights float32, packed indices int64.
 """
@@ -20,14 +20,15 @@ IndexArray = NDArray[np.int64]
 FloatArray = NDArray[np.float32]
 
 
-
 class RunFailed(RuntimeError):
-    """A part failed for good, after whatever retries it has; one line for the user, no fault of the config."""
+    """A part failed for good, after whatever retries it has; one line for the user, no fault of the
+    config."""
 
 
 Finish = Literal["prompt", "tool", "invalid", "answer", "max_tokens", "max_turns"]
-"""Why a node ended: `prompt` (node 0), `tool` (the tool answered), `invalid` (a hint answered), `answer` (the agent
-answered: a leaf), `max_tokens` (the tokens ran out: a leaf), `max_turns` (the turns ran out without an answer: a leaf)."""
+"""Why a node ended: `prompt` (node 0), `tool` (the tool answered), `invalid` (a hint answered), `answer` (the
+agent answered: a leaf), `max_tokens` (the tokens ran out: a leaf), `max_turns` (the turns ran out without an
+answer: a leaf)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,13 @@ class Row:
     messages: tuple[dict[str, str], ...]  # [{role, content}], the chat before the first action
     prompt_ids: IntArray  # [P] the chat under the model's own template
     targets: tuple[str, ...]  # golden answers, any of which is right
-    extra: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for environments of the user
+    extra: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for the environment
 
 
 @dataclass(slots=True)
 class Node:
-    """One thought-action-observation turn. Node 0 of a tree is the prompt: no action, its ids are the observation.
+    """One thought-action-observation turn. Node 0 of a tree is the prompt: no action, its ids are the
+    observation.
 
     Its packed tokens are `action_ids` followed by `observation_ids`. Only action tokens are trained.
     """
@@ -81,8 +83,9 @@ class Leaf:
 class Tree:
     """One rollout tree.
 
-    Worked example, M=1 N=1 L=1: the prompt (0), a search turn (1), an answer (2), and a second answer (3) branched
-    from node 1: `nodes[i].parent` is -1, 0, 1, 1, the leaves are nodes 2 and 3, `path(3)` is [0, 1, 3].
+    Worked example, M=1 N=1 L=1: the prompt (0), a search turn (1), an answer (2), and a second answer (3)
+    branched from node 1: `nodes[i].parent` is -1, 0, 1, 1, the leaves are nodes 2 and 3, `path(3)` is [0, 1,
+    3].
     """
 
     group_id: str
@@ -118,12 +121,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Trees packed in depth-first order: S tokens, of which T are trained (counting a branch point once per child).
+    """Trees packed in depth-first order: S tokens, of which T are trained (counting a branch point once per
+    child).
 
-    Token i sees token j iff `j <= i < subtree_end[j]`. Padding sees only itself: `subtree_end = own index + 1`.
+    Token i sees token j iff `j <= i < subtree_end[j]`. Padding sees only itself: `subtree_end = own index +
+    1`.
 
     Worked example: prompt tokens `p q`, children with actions `a b` and `c`. Packed: `p q a b c`;
-    position_ids 0 1 2 3 2; subtree_end 5 5 4 4 5; predict_from 1 2 1 (a and c from q, b from a); target_ids a b c.
+    position_ids 0 1 2 3 2; subtree_end 5 5 4 4 5; predict_from 1 2 1 (a and c from q, b from a); target_ids a
+    b c.
     """
 
     input_ids: IndexArray  # [S]

@@ -1,12 +1,14 @@
-"""The slice plan: which element of which Hugging Face tensor lies where on which rank. Pure: layouts in, copies out.
+"""The slice plan: which element of which Hugging Face tensor lies where on which rank. Pure: layouts in,
+copies out.
 
 Invariants (tests/unit/test_plan.py, under the same words):
 1. Every element of every tensor is owned exactly once.
 2. The slices that a rank holds cover each element of its parameters exactly once, but for vocabulary padding.
 3. What a rank owns it also holds.
 
-Loading reads what a rank holds; exporting and publishing write what it owns. The rows of a fused qkv parameter are cut by
-row ranges, not by heads, so that tp above the number of KV heads needs no case of its own.
+Loading reads what a rank holds; exporting and publishing write what it owns. The rows of a fused qkv
+parameter are cut by row ranges, not by heads, so that tp above the number of KV heads needs no case of its
+own.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from megatron_tree.reshard.names import ModelShape, Name
 class SliceCopy:
     """One rectangle that is the same in a Hugging Face tensor and in a rank's parameter.
 
-    Worked example: tp=2, ffn 8, hidden 4: rank 1 holds rows 4..8 of `up_proj` at rows 4..8 of its own `linear_fc1`
-    (rows 0..4 are its gate): tensor_start (4, 0), param_start (4, 0), extent (4, 4).
+    Worked example: tp=2, ffn 8, hidden 4: rank 1 holds rows 4..8 of `up_proj` at rows 4..8 of its own
+    `linear_fc1` (rows 0..4 are its gate): tensor_start (4, 0), param_start (4, 0), extent (4, 4).
     """
 
     tensor: str
@@ -56,7 +58,8 @@ def owned(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[SliceCop
     return [
         copy
         for name, copy in _walk(shape, layout, rank)
-        if (name.rule != "replicated" or at.tp == 0) and not (tied_copy and name.place == "last" and name.rule == "vocab")
+        if (name.rule != "replicated" or at.tp == 0)
+        and not (tied_copy and name.place == "last" and name.rule == "vocab")
     ]
 
 
@@ -76,7 +79,9 @@ def _walk(shape: ModelShape, layout: ParallelLayout, rank: int) -> Iterator[tupl
             yield name, copy
 
 
-def _stage_names(shape: ModelShape, layout: ParallelLayout, rank: int) -> Iterator[tuple[Name, str, tuple[str, ...]]]:
+def _stage_names(
+    shape: ModelShape, layout: ParallelLayout, rank: int
+) -> Iterator[tuple[Name, str, tuple[str, ...]]]:
     stage = layout.coordinates(rank).pp
     layers = layout.stage_layers(shape.num_layers, stage)
     first = [name for name in shape.names if name.place == "first"]
@@ -135,7 +140,8 @@ def _row_ranges(
 def _qkv_ranges(
     shape: ModelShape, tensors: tuple[str, ...], tp: int, tp_rank: int
 ) -> Iterator[tuple[str, int, int, int]]:
-    """The fused parameter is, per KV group, its queries, its key, its value; a rank holds an equal range of its rows."""
+    """The fused parameter is, per KV group, its queries, its key, its value; a rank holds an equal range of
+    its rows."""
     q_rows = shape.heads // shape.kv_heads * shape.head_dim
     sizes = (q_rows, shape.head_dim, shape.head_dim)
     part = sum(sizes) * shape.kv_heads // tp

@@ -1,7 +1,7 @@
 """What the growth of trees asks of the outside, as Protocols: an environment, a reward, an engine.
 
-A user's environment and reward are named in the config as `module:Class` and need nothing but these methods. Growth
-itself (`grow`) knows no tool, no text protocol and no engine.
+A user's environment and reward are named in the config as `module:Class` and need nothing but these methods.
+Growth itself (`grow`) knows no tool, no text protocol and no engine.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Generate(Protocol):
     async def __call__(self, request: GenerateRequest) -> GenerateResult: ...
 
 
-def build(plugin: PluginConfig, field_name: str) -> Any:  # noqa: ANN401 - the class is the user's
+def build(plugin: PluginConfig, field_name: str) -> Any:
     """Imports `module:Class` and calls it with the options. Raises ValueError naming the field."""
     module, _, name = plugin.target.partition(":")
     try:

@@ -1,8 +1,9 @@
 """Core attention over packed trees: token i sees token j iff `j <= i < subtree_end[j]`.
 
-The mask is one int per token and travels as Megatron's `attention_mask`, which hands it through unchanged, also under
-recomputation. Backend `node`: the packed order is cut into runs of tokens that see the same ancestors, and each run's
-queries meet the keys of its own root path only. Any device; no S x S mask exists. Context parallelism is not here.
+The mask is one int per token and travels as Megatron's `attention_mask`, which hands it through unchanged,
+also under recomputation. Backend `node`: the packed order is cut into runs of tokens that see the same
+ancestors, and each run's queries meet the keys of its own root path only. Any device; no S x S mask exists.
+Context parallelism is not here.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Run:
 def runs(subtree_end: bytes) -> tuple[Run, ...]:
     """Cuts a packed order (int64 `subtree_end` as bytes) into runs. Pure, so one answer serves all layers.
 
-    Worked example: subtree_end 5 5 4 4 5 (see MicroBatch) gives runs 0..2, 2..4 and 4..5, the last two with path (0, 2).
+    Worked example: subtree_end 5 5 4 4 5 (see MicroBatch) gives runs 0..2, 2..4 and 4..5, the last two with
+    path (0, 2).
     """
     end = np.frombuffer(subtree_end, dtype=np.int64)
     starts = np.concatenate([[0], 1 + np.flatnonzero(end[1:] != end[:-1])])
@@ -96,7 +98,8 @@ def _ancestors_then_causal(num_queries: int, num_keys: int, device: torch.device
 
 
 class TreeAttention(MegatronModule):
-    """Megatron's core-attention interface around `node_attention`; micro-batch dim is 1 (trees are packed)."""
+    """Megatron's core-attention interface around `node_attention`; micro-batch dim is 1 (trees are
+    packed)."""
 
     def __init__(
         self,

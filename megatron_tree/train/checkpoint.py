@@ -1,7 +1,7 @@
 """Checkpoints of the trainer group in Megatron's distributed format, which any layout can load.
 
-A folder is written by all ranks together and holds model, optimizer and the step of the learning-rate schedule. Not here:
-when to save, which one is the latest, and the driver's own state (`session`).
+A folder is written by all ranks together and holds model, optimizer and the step of the learning-rate
+schedule. Not here: when to save, which one is the latest, and the driver's own state (`session`).
 """
 
 from __future__ import annotations

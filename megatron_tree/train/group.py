@@ -1,8 +1,9 @@
 """All trainer ranks as one: a StepBatch goes in, log-probs or a step's result come out.
 
-Every call goes to every rank and has a time-out. A rank that dies or hangs fails the call with its number and phase, and
-the whole group with it: collectives do not survive a lost rank, so the owner kills the group and starts a new one. Not
-here: processes (`cluster` makes the handles), what to restore after a restart (`session`).
+Every call goes to every rank and has a time-out. A rank that dies or hangs fails the call with its number and
+phase, and the whole group with it: collectives do not survive a lost rank, so the owner kills the group and
+starts a new one. Not here: processes (`cluster` makes the handles), what to restore after a restart
+(`session`).
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ class TrainerGroup:
     async def _all(
         self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Results in rank order. ValueError from a rank is the user's and passes; anything else is TrainerFailed."""
+        """Results in rank order. ValueError from a rank is the user's and passes; anything else is
+        TrainerFailed."""
         numbers = list(self._layout.ranks()) if ranks is None else list(ranks)
         timeout = self._config.step_timeout_s if timeout is None else timeout
         calls = {

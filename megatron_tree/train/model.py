@@ -1,8 +1,9 @@
 """The actor and reference model: Megatron-Core's GPTModel over packed trees.
 
-`TreeGPTModel` overrides two methods: `_preprocess` (rotary embedding by depth in the tree, not by packed index) and
-`_postprocess` (hidden states gathered at `predict_from` before the output layer, so the head runs on trained tokens only;
-it returns their log-probs). Not here: optimizer and schedule (`step`), weights (`reshard`).
+`TreeGPTModel` overrides two methods: `_preprocess` (rotary embedding by depth in the tree, not by packed
+index) and `_postprocess` (hidden states gathered at `predict_from` before the output layer, so the head runs
+on trained tokens only; it returns their log-probs). Not here: optimizer and schedule (`step`), weights
+(`reshard`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from megatron_tree.train.attention import TreeAttention
 
 
 class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm in fp32, as transformers computes it. Megatron's torch wrapper refuses sequence parallelism."""
+    """Root-mean-square norm in fp32, as transformers computes it. Megatron's torch wrapper refuses sequence
+    parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
@@ -54,8 +56,8 @@ class TreeGPTModel(GPTModel):
     """GPTModel on one packed micro-batch at a time.
 
     forward(input_ids [1, S], position_ids [1, S], attention_mask = subtree_end [S],
-    labels = stack(predict_from, target_ids) [2, T]) returns log-probs [T] in fp32 on the last stage, the hidden states
-    [S, 1, hidden] on the others.
+    labels = stack(predict_from, target_ids) [2, T]) returns log-probs [T] in fp32 on the last stage, the
+    hidden states [S, 1, hidden] on the others.
     """
 
     def __init__(self, shape: ModelShape, *, temperature: float, **kwargs: Any) -> None:
@@ -93,7 +95,8 @@ class TreeGPTModel(GPTModel):
 
 
 def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's config of one model. Without fusions that need Apex or Transformer Engine; without dropout."""
+    """Megatron's config of one model. Without fusions that need Apex or Transformer Engine; without
+    dropout."""
     cpu = on_cpu.use_cpu()
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -123,7 +126,7 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        calculate_per_token_loss=True,  # Megatron divides by nothing: the weights in the loss are the normaliser
+        calculate_per_token_loss=True,  # Megatron divides by nothing: the loss's weights normalise
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, for dense models too
         deallocate_pipeline_outputs=not cpu,  # gloo sends may still read the buffer
@@ -186,10 +189,12 @@ def build(
 
 
 def _mark_split_weights(model: TreeGPTModel) -> None:
-    """Megatron marks a weight as split over tensor-parallel ranks only while it initialises it. Without the mark the
-    gradient norm takes it for a duplicate and counts one rank's part."""
+    """Megatron marks a weight as split over tensor-parallel ranks only while it initialises it. Without the
+    mark the gradient norm takes it for a duplicate and counts one rank's part."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
-            if module.weight is not None:  # the output layer has none where it is tied to an embedding of its own stage
+            if (
+                module.weight is not None
+            ):  # the output layer has none where it is tied to an embedding of its own stage
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)

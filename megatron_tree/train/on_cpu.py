@@ -1,8 +1,8 @@
 """What Megatron-Core needs to run on gloo without a GPU: every departure in one place.
 
-Megatron asks for "cuda" by name in many places (factories, `Tensor.type()`, `Tensor.cuda`, current device). Here these
-answer for the CPU. Nothing of this file is used where a GPU is present. Not here: numerics; layers and attention are the
-same modules as on a GPU's local spec.
+Megatron asks for "cuda" by name in many places (factories, `Tensor.type()`, `Tensor.cuda`, current device).
+Here these answer for the CPU. Nothing of this file is used where a GPU is present. Not here: numerics; layers
+and attention are the same modules as on a GPU's local spec.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def install() -> None:
 
 
 def device_scope() -> Any:
-    """Inside, "cuda" means the CPU. A TorchFunctionMode holds for one thread, so each entry point enters it anew."""
+    """Inside, "cuda" means the CPU. A TorchFunctionMode holds for one thread, so each entry point enters it
+    anew."""
     return _CpuForCuda() if use_cpu() else nullcontext()
 
 

@@ -1,7 +1,8 @@
 """One Megatron rank: a plain class that `cluster` makes a Ray actor of, and tests run in a process.
 
-Its methods are collective: the trainer group calls them on every rank with the same name, and each rank gets its own share
-of the data. They are not re-entrant. `phase` alone may be called from another thread: it names what a hanging rank is at.
+Its methods are collective: the trainer group calls them on every rank with the same name, and each rank gets
+its own share of the data. They are not re-entrant. `phase` alone may be called from another thread: it names
+what a hanging rank is at.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class TrainRank:
     def score(
         self, batches: Sequence[MicroBatch], which: Literal["actor", "reference"]
     ) -> list[np.ndarray] | None:
-        """Log-probs [T] of each micro-batch under the actor or the reference; None off the reporting ranks."""
+        """Log-probs [T] of each micro-batch under the actor or the reference; None off the reporting
+        ranks."""
         with self._in(f"score {which}"):
             model = self.model if which == "actor" else self.reference
             assert model is not None, "the reference model was not taken"
@@ -211,7 +213,8 @@ class TrainRank:
 def start_megatron(
     rank: int, layout: ParallelLayout, store: dist.Store, timeout: timedelta, num_threads: int
 ) -> None:
-    """Process group and Megatron's parallel state. Seeds are fixed: training itself draws no random number."""
+    """Process group and Megatron's parallel state. Seeds are fixed: training itself draws no random
+    number."""
     from megatron.core import parallel_state, tensor_parallel
 
     cpu = on_cpu.use_cpu()

@@ -1,8 +1,9 @@
 """Forward and training passes of one rank over its pipeline: Megatron's own schedules, our loss.
 
-A micro-batch goes to every stage (each needs positions and mask); activations travel between stages, log-probs stay on the
-last. Non-finite losses and gradients are agreed over all ranks before the step: without a gradient scaler Megatron would
-step on a NaN norm. Not here: where micro-batches come from (`algo.packing`), processes (`rank`).
+A micro-batch goes to every stage (each needs positions and mask); activations travel between stages,
+log-probs stay on the last. Non-finite losses and gradients are agreed over all ranks before the step: without
+a gradient scaler Megatron would step on a NaN norm. Not here: where micro-batches come from (`algo.packing`),
+processes (`rank`).
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def wrap(model: TreeGPTModel) -> DistributedDataParallel:
 
 
 def make_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
-    """Megatron's AdamW. Norms and biases do not decay (Megatron's rule, which its own scheduler, not used here, applies)."""
+    """Megatron's AdamW. Norms and biases do not decay (Megatron's rule, which its own scheduler, not used
+    here, applies)."""
     dtype = model.config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
