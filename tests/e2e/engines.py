@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,16 +32,18 @@ class Served:
     folder: Path
     model: PreTrainedModel
     pool: EnginePool
-    made: list[RayEngine] = field(default_factory=list)  # every engine the pool has had
+    made: list[RayEngine]  # every engine the pool has had
+    version: int = 0  # of the reference model's weights
 
-    def publish(self, version: int, *, without: str = "") -> Update:
+    def publish(self) -> Update:
         """Draws other weights into the reference model and writes them as an image."""
+        self.version += 1
         names = tuple(read_shape(self.folder).tensors())
-        randomise(self.model, seed=100 + version)
+        randomise(self.model, seed=100 + self.version)
         state = self.model.state_dict()
-        path = self.folder / f"image-{version}.safetensors"
-        save_file({name: state[name] for name in names if name != without}, path)
-        return Update(str(path), version, names)
+        path = self.folder / f"image-{self.version}.safetensors"
+        save_file({name: state[name] for name in names}, path)
+        return Update(str(path), self.version, names)
 
     def generate(self, *requests: GenerateRequest) -> list[GenerateResult]:
         async def together() -> list[GenerateResult]:
@@ -54,10 +56,9 @@ class Served:
         tokens.
         """
         scored = self.loop.run(self.made[-1].score(f"{tag} score", PROMPT))
-        gaps = [np.abs(scored - self.reference(PROMPT)[1]).max()]
-        for result in self.generate(ask(f"{tag} greedy", temperature=0.0), ask(f"{tag} sampled")):
-            logprobs = self.reference(np.concatenate([PROMPT, result.token_ids]))[1]
-            gaps.append(np.abs(logprobs[len(PROMPT) - 1 :] - result.logprobs).max())
+        results = self.generate(ask(f"{tag} greedy", temperature=0.0), ask(f"{tag} sampled"))
+        gaps = [np.abs(scored - self.reference(PROMPT)).max()]
+        gaps += [np.abs(self.sampled(result) - result.logprobs).max() for result in results]
         return float(max(gaps))
 
     def greedy(self, num_tokens: int) -> list[int]:
@@ -67,11 +68,15 @@ class Served:
         return out[0, len(PROMPT) :].tolist()
 
     @torch.no_grad()
-    def reference(self, ids: IntArray) -> tuple[IntArray, FloatArray]:
-        """transformers' best token and the log-prob of the actual one, at every place but the first."""
+    def reference(self, ids: IntArray, temperature: float = 1.0) -> FloatArray:
+        """transformers' log-prob of every token but the first."""
         tokens = torch.from_numpy(ids.astype(np.int64))
-        logprobs = self.model(tokens[None]).logits[0, :-1].log_softmax(-1)
-        return logprobs.argmax(-1).numpy(), logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
+        logprobs = (self.model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        return logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
+
+    def sampled(self, result: GenerateResult, temperature: float = 1.0) -> FloatArray:
+        """transformers' log-probs of tokens that continue the prompt."""
+        return self.reference(np.concatenate([PROMPT, result.token_ids]), temperature)[len(PROMPT) - 1 :]
 
 
 def ask(
