@@ -1,8 +1,9 @@
 """Runs Megatron ranks in processes of their own: one launch, many layouts.
 
-A process costs seconds to import, so each case re-initialises the parallel state in the same processes; ranks beyond a
-case's world size wait for the next case. Results come back as files: log-probs as .npy, gradients as a model image written
-through the slice plan (each owner its slices), so that a wrong plan shows as a wrong gradient.
+A process costs seconds to import, so each case re-initialises the parallel state in the same processes; ranks
+beyond a case's world size wait for the next case. Results come back as files: log-probs as .npy, gradients as
+a model image written through the slice plan (each owner its slices), so that a wrong plan shows as a wrong
+gradient.
 """
 
 from __future__ import annotations
@@ -45,10 +46,7 @@ def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
     )
     context = multiprocessing.get_context("spawn")
     errors = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(r, store.port, cases, out, errors))
-        for r in range(world)
-    ]
+    ranks = [context.Process(target=_rank, args=(r, store.port, cases, out, errors)) for r in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -188,7 +188,8 @@ def _score(model: torch.nn.Module, tree: Tree, rng: np.random.Generator) -> None
 
 
 def _paper_loss(model: torch.nn.Module, groups: list[Group]) -> torch.Tensor:
-    """Eq. 8 per leaf and token, without any sum over shared tokens: 1/(P G |H|) (dual-clipped PPO - beta KL)."""
+    """Eq. 8 per leaf and token, without any sum over shared tokens: 1/(P G |H|) (dual-clipped PPO - beta
+    KL)."""
     total = torch.zeros(())
     for group in groups:
         rewards = [np.array([leaf.reward for leaf in tree.leaves]) for tree in group.trees]
@@ -227,7 +228,8 @@ def _loss(folder: Path) -> float:
 
 
 def _compare(expected: dict, got: dict, tolerance: float = 1e-5) -> None:
-    """Each tensor within `tolerance` of its own largest entry, or of the model's where the tensor is all but zero."""
+    """Each tensor within `tolerance` of its own largest entry, or of the model's where the tensor is all but
+    zero."""
     assert set(expected) >= set(got)
     scale = max(float(t.abs().max()) for t in expected.values())
     assert scale > 0

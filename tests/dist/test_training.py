@@ -36,7 +36,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         [
             Case("steps", root / "model", TP2PP2, batch, "sft", then=_three_steps),
-            Case("poisoned", root / "model", ParallelLayout(dp=2), [*batch, _poison(batch[0])], then=_one_step),
+            Case(
+                "poisoned", root / "model", ParallelLayout(dp=2), [*batch, _poison(batch[0])], then=_one_step
+            ),
             Case("saved", root / "model", TP2PP2, batch, "sft", then=_save_and_go_on),
             Case("loaded", root / "model", TP1PP2, batch, "sft", then=_load_and_go_on),
             Case("score", root / "model", TP1PP2, scored, None),
@@ -47,8 +49,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_three_steps_equal_torch_adamw(root: Path) -> None:
-    """Second source: torch.optim.AdamW with the same schedule, clipping and Megatron's rule of weight decay (none for
-    norms and biases) on the transformers model."""
+    """Second source: torch.optim.AdamW with the same schedule, clipping and Megatron's rule of weight decay
+    (none for norms and biases) on the transformers model."""
     model = make_model(root / "again", seed=3)
     model.get_input_embeddings().padding_idx = None
     flat = [p for p in model.parameters() if p.dim() < 2]

@@ -1,7 +1,7 @@
 """Whole runs as a user starts them: Ray, vLLM engines, Megatron ranks (TP 2 x PP 2), the quickstart's world.
 
-A deterministic run is the second source of every other one: what is killed, stopped and resumed must end with the same
-numbers, bit for bit.
+A deterministic run is the second source of every other one: what is killed, stopped and resumed must end with
+the same numbers, bit for bit.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def test_summary_and_files(whole: tuple[Path, dict]) -> None:
 
 
 def test_engine_and_trainer_agree_after_every_publish(whole: tuple[Path, dict]) -> None:
-    """The engines sample under versions 1, 2 and 3; their log-probs equal the trainer's of the same tokens."""
+    """The engines sample under versions 1, 2 and 3; their log-probs equal the trainer's of the same
+    tokens."""
     run, summary = whole
     assert 0 < summary["max_logprob_gap"] <= 1e-3
     metrics = _metrics(run)
@@ -131,7 +132,8 @@ def test_engine_and_trainer_agree_after_every_publish(whole: tuple[Path, dict]) 
 
 
 def test_killed_stopped_and_resumed_is_the_same(world: Path, whole: tuple[Path, dict]) -> None:
-    """Kill -9 of a trainer rank in iteration 2, Ctrl-C in iteration 3, resume: metrics and trees of the whole run."""
+    """Kill -9 of a trainer rank in iteration 2, Ctrl-C in iteration 3, resume: metrics and trees of the whole
+    run."""
     run = world / "disturbed"
     config = _config(world, run)
     command = Command("train", config)
