@@ -20,7 +20,7 @@ from examples.quickstart.world import NUM_RELATIONS, WORDS, Question, draw_quest
 NUM_TRAIN = 1024
 NUM_TEST = 256
 NUM_DEMONSTRATIONS = 5120
-STOP_EARLY = 0.4  # share of demonstrations that answer a hop before the end
+STOP_EARLY = 0.45  # share of demonstrations that answer a hop before the end
 WRONG_RELATION = 0.05  # share of calls that follow another relation, and go on from there
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

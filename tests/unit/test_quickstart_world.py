@@ -125,7 +125,7 @@ def test_reward() -> None:
 
 
 def test_demonstrations_are_imperfect_as_declared() -> None:
-    """Right without a mistake: not stopping early and no wrong call, 0.6 · (0.95² + 0.95³) / 2 = 0.528; a
+    """Right without a mistake: not stopping early and no wrong call, 0.55 · (0.95² + 0.95³) / 2 = 0.484; a
     wrong call leads to the answer by luck in about 1 of 30 cases. Standard error of 2000: 0.011."""
     questions, draws = draw_questions("train", 2000, seed=0), random.Random(0)
     shown = [prepare.demonstration(question, draws) for question in questions]
@@ -133,7 +133,7 @@ def test_demonstrations_are_imperfect_as_declared() -> None:
         one["turns"][-1]["action"] == f"answer e{question.path[-1]} ;"
         for one, question in zip(shown, questions, strict=True)
     ]
-    assert sum(right) / len(right) == pytest.approx(0.53, abs=0.04)
+    assert sum(right) / len(right) == pytest.approx(0.49, abs=0.04)
 
 
 @pytest.fixture(scope="module")
