@@ -11,7 +11,7 @@ BIN := .venv/bin
 # What was installed, by content: a fresh clone has arbitrary file times.
 STAMP := .venv/installed
 WANTED = $$(cat $(LOCK) pyproject.toml | sha256sum | cut -d' ' -f1)
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 TEST := $(BIN)/python -m pytest
 QUICKSTART := runs/quickstart
 
@@ -41,6 +41,8 @@ setup: ## Make or update .venv (Python 3.11 or 3.12) with the pinned packages of
 	$(PIP) --no-deps --no-build-isolation -e .
 	# beside a CPU torch these do not import and take transformers with them
 	$(BIN)/python -m pip --quiet uninstall -y torchvision torchaudio torchcodec 2>/dev/null
+	# pip would compile on one core; some packages carry templates that are no valid Python
+	$(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null 2>&1 || true
 	echo "$(WANTED)" > $(STAMP)
 
 demo: setup ## Train the quickstart agent; the last line is a JSON summary.

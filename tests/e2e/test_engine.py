@@ -163,7 +163,8 @@ class Careless(Engine):
 def test_a_part_of_a_layer_is_noticed_while_loading(tied: Served) -> None:
     """vLLM's layer-wise loader takes a layer without its `v_proj` in silence and computes something else.
 
-    q, k and v are 128, 64 and 64 rows of 128 and as many biases: 33,024 elements, 64 * 128 fewer without v's rows.
+    q, k and v are 128, 64 and 64 rows of 128 and as many biases: 33,024 elements, 64 * 128 fewer without v's
+    rows.
     """
     whole = tied.publish()
     tied.loop.run(tied.pool.update(whole))

@@ -29,7 +29,8 @@ def small_shape(**changes: object) -> ModelShape:
 
 @st.composite
 def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, ParallelLayout]:
-    """GQA with tp below and above the KV heads, vocabularies that tp does not divide, both families, tied or not."""
+    """GQA with tp below and above the KV heads, vocabularies that tp does not divide, both families, tied or
+    not."""
     kv_heads = draw(st.integers(1, 4))
     heads = kv_heads * draw(st.integers(1, 4))
     head_dim = draw(st.sampled_from([2, 4, 6]))

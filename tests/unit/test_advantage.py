@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.toy_trees import random_group
 
 from megatron_tree import metrics
 from megatron_tree.algo import advantage
 from megatron_tree.config import AlgoConfig
 from megatron_tree.types import Group, Leaf, Node, Row, Tree
+from tests.toy_trees import random_group
 
 
 def tree_of(parents: list[int], rewards: dict[int, float], actions: list[int] | None = None) -> Tree:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.toy_trees import chain_copies, random_group
 
 from megatron_tree.algo import advantage
 from megatron_tree.algo.batch import PackingSpec, scoring_batch, sft_batch, step_batch
@@ -18,6 +17,7 @@ from megatron_tree.algo.loss import LossInputs, nll_loss, policy_loss
 from megatron_tree.algo.packing import scatter
 from megatron_tree.config import AlgoConfig
 from megatron_tree.types import Group, MicroBatch, StepBatch, Tree
+from tests.toy_trees import chain_copies, random_group
 
 VOCAB, WIDTH = 16, 8
 LONGEST = 5 + 3 * 4 + 2 * 3  # tokens of a path: prompt, three actions, two observations; cuts larger trees

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.toy_trees import chain_copies, random_tree
 
 from megatron_tree.algo.packing import NodeWeights, Piece, cut, node_weights, pack, scatter, visible_keys
 from megatron_tree.types import Leaf, Node, Tree
+from tests.toy_trees import chain_copies, random_tree
 
 SEEDS = st.integers(0, 10**6)
 ANY = settings(max_examples=60, deadline=None)

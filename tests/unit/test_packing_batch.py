@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.toy_trees import random_group, random_tree
 
 from megatron_tree import metrics
 from megatron_tree.algo.batch import PackingSpec, cost, partition, scoring_batch, sft_batch, split, step_batch
 from megatron_tree.algo.packing import NodeWeights, Piece, cut
 from megatron_tree.config import AlgoConfig
 from megatron_tree.types import Group, MicroBatch
+from tests.toy_trees import random_group, random_tree
 
 SPECS = st.builds(
     PackingSpec,

@@ -1,4 +1,5 @@
-"""The slice plan: its three invariants for drawn shapes and layouts, two hand-written plans, and real bytes."""
+"""The slice plan: its three invariants for drawn shapes and layouts, two hand-written plans, and real
+bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.unit.shapes import shapes_and_layouts, small_shape
 
 
 def param_shapes(shape: ModelShape, layout: ParallelLayout, rank: int) -> dict[str, tuple[int, ...]]:
-    """A rank's parameters as Megatron-Core allocates them, written down from its layers, not from the plan."""
+    """A rank's parameters as Megatron-Core allocates them, written down from its layers, not from the
+    plan."""
     at, tp, hidden = layout.coordinates(rank), layout.tp, shape.hidden
     vocab_rows = -(-shape.vocab // tp)
     qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim // tp
@@ -122,7 +124,8 @@ def test_gate_then_up_by_hand():
 
 
 def test_second_stage_has_the_models_later_layers_and_the_head():
-    """Local layer 0 of the last stage is layer 1; a tied head is held there, and owned by the first stage only."""
+    """Local layer 0 of the last stage is layer 1; a tied head is held there, and owned by the first stage
+    only."""
     shape, layout = small_shape(), ParallelLayout(pp=2)
     fc2 = next(c for c in held(shape, layout, 1) if c.param == "decoder.layers.0.mlp.linear_fc2.weight")
     assert fc2.tensor == "model.layers.1.mlp.down_proj.weight"
