@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -74,7 +75,10 @@ class RayEngine:
         return await self._call("update", update)
 
     async def kill(self) -> None:
+        """Removes shared memory that a killed vLLM leaves, too, if it ran on this host."""
         ray.kill(self._actor)
+        for segment in self.info.segments if self.info else ():
+            Path(segment).unlink(missing_ok=True)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:

@@ -13,9 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    MistralConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
+    Qwen3Config,
 )
 
 CHAT_TEMPLATE = (
@@ -61,9 +63,13 @@ def make_model(
     vocab_size: int = 128,
     max_positions: int = 512,
     dtype: torch.dtype = torch.float32,
+    **overrides: object,
 ) -> PreTrainedModel:
-    """Writes config, safetensors and tokenizer to `folder`; returns the transformers model."""
-    make = {"qwen2": Qwen2Config, "llama": LlamaConfig}[family]
+    """Writes config, safetensors and tokenizer to `folder`; returns the transformers model. `overrides` are
+    fields of the family's transformers config."""
+    make = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig}[
+        family
+    ]
     config = make(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -76,6 +82,7 @@ def make_model(
         bos_token_id=SPECIAL.index("<s>"),
         eos_token_id=SPECIAL.index("</s>"),
         pad_token_id=SPECIAL.index("<|endoftext|>"),
+        **overrides,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     randomise(model, seed)
@@ -87,13 +94,13 @@ def make_model(
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Draws every parameter anew. Matrices get a spread of 1.5/sqrt(fan-in), embeddings
+    """Draws every parameter anew. Matrices get a spread of 1/sqrt(fan-in), embeddings
     0.4 (tied to the head, they make logits of a spread near 3), norms 1 ± 0.2, biases ± 0.2."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 2:
-            value = draw * (0.4 if "embed_tokens" in name else 1.5 / parameter.shape[1] ** 0.5)
+            value = draw * (0.4 if "embed_tokens" in name else 1.0 / parameter.shape[1] ** 0.5)
         else:
             value = 0.2 * draw + (1.0 if "norm" in name else 0.0)
         parameter.copy_(value.to(parameter.dtype))

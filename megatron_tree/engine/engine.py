@@ -40,7 +40,7 @@ class EngineInfo:
     dtype: str
     tp: int
     pids: tuple[int, ...]  # of this process and vLLM's children
-    segments: tuple[str, ...]  # their shared-memory files
+    segments: tuple[str, ...]  # their files in /dev/shm, which outlive a kill
 
 
 class Engine:
@@ -238,12 +238,13 @@ def _sampling(request: GenerateRequest) -> SamplingParams:
 
 
 def _segments(pids: Sequence[int]) -> tuple[str, ...]:
-    """Files of Python's `shared_memory` that these processes have mapped."""
+    """Files of `multiprocessing` (queues, locks) mapped by these processes, which alone know the names."""
     found = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue  # it ended meanwhile
-        found |= {line.split()[-1] for line in maps.splitlines() if "/dev/shm/psm_" in line}
+        named = (line.split()[-1] for line in maps.splitlines() if not line.endswith("(deleted)"))
+        found.update(path for path in named if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-")))
     return tuple(sorted(found))

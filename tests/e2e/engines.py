@@ -104,3 +104,6 @@ def serving(folder: Path, *, family: str, tied: bool, tp: int, vocab_size: int =
         print(f"\n{family}, tied {tied}, engine TP {tp}: started in {time.perf_counter() - started:.1f} s")
         yield served
         loop.run(served.pool.stop())
+    infos = [engine.info for engine in made if engine.info is not None]
+    assert any(info.segments for info in infos) or tp == 1  # vLLM's queues between ranks
+    assert not any(Path(segment).exists() for info in infos for segment in info.segments)
