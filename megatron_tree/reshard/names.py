@@ -60,7 +60,29 @@ _QWEN2 = (
     ),
     *_LLAMA[2:],
 )
-FAMILIES: dict[str, tuple[Name, ...]] = {"llama": _LLAMA, "qwen2": _QWEN2}
+_QWEN3 = (
+    *_LLAMA[:2],
+    Name(_L + "self_attention.q_layernorm.weight", (_H + "self_attn.q_norm.weight",), "replicated"),
+    Name(_L + "self_attention.k_layernorm.weight", (_H + "self_attn.k_norm.weight",), "replicated"),
+    *_LLAMA[2:],
+)
+FAMILIES: dict[str, tuple[Name, ...]] = {
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _QWEN2,
+    "qwen3": _QWEN3,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's stretching of the slow rotary frequencies, or `linear` division of all positions."""
+
+    kind: Literal["llama3", "linear"]
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +101,16 @@ class ModelShape:
     norm_eps: float
     rope_theta: float
     max_positions: int
+    rope_scaling: RopeScaling | None = None
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Queries and keys are normed per head."""
+        return self.family == "qwen3"
 
     @property
     def names(self) -> tuple[Name, ...]:
@@ -92,6 +124,8 @@ class ModelShape:
         """Shape of a Hugging Face tensor by its name's last parts."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         module, kind = tensor.split(".")[-2:]
+        if module in ("q_norm", "k_norm"):
+            return (self.head_dim,)
         rows, columns = {
             "embed_tokens": (self.vocab, self.hidden),
             "lm_head": (self.vocab, self.hidden),
@@ -131,16 +165,19 @@ def read_shape(folder: str | Path) -> ModelShape:
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(sorted(FAMILIES))}, got {family!r}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    # Mistral's window is on whenever it is given; Qwen's has a switch
+    window = config.get("use_sliding_window", family == "mistral") and config.get("sliding_window")
     for field, got, allowed in (
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-        ("rope_type", rope_type, "default"),
         ("attention_bias", bool(config.get("attention_bias")), False),
         ("mlp_bias", bool(config.get("mlp_bias")), False),
-        ("use_sliding_window", bool(config.get("use_sliding_window")), False),
+        ("sliding_window", window or None, None),
     ):
         if got != allowed:
             raise ValueError(f"{path}: {field} must be {allowed!r}, got {got!r}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ValueError(f"{path}: rope_type must be default, linear or llama3, got {kind!r}")
     try:
         heads = int(config["num_attention_heads"])
         return ModelShape(
@@ -156,11 +193,26 @@ def read_shape(folder: str | Path) -> ModelShape:
             norm_eps=float(config["rms_norm_eps"]),
             rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             max_positions=int(config["max_position_embeddings"]),
+            rope_scaling=_rope_scaling(kind, rope),
         )
     except KeyError as error:
         raise ValueError(f"{path}: {error.args[0]} is missing") from error
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: a size is not a number: {error}") from error
+
+
+def _rope_scaling(kind: str, rope: dict[str, Any]) -> RopeScaling | None:
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling("linear", float(rope["factor"]))
+    return RopeScaling(
+        "llama3",
+        float(rope["factor"]),
+        float(rope["low_freq_factor"]),
+        float(rope["high_freq_factor"]),
+        int(rope["original_max_position_embeddings"]),
+    )
 
 
 def check_model(shape: ModelShape, layout: ParallelLayout) -> None:

@@ -8,6 +8,7 @@ on trained tokens only; it returns their log-probs). Not here: optimizer and sch
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor
 
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.reshard.names import ModelShape
+from megatron_tree.reshard.names import ModelShape, RopeScaling
 from megatron_tree.train import on_cpu
 from megatron_tree.train.attention import TreeAttention
 
@@ -110,7 +111,8 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         activation_func=torch.nn.functional.silu,
         gated_linear_unit=True,
         add_bias_linear=False,
-        add_qkv_bias=shape.family == "qwen2",
+        add_qkv_bias=shape.qkv_bias,
+        qk_layernorm=shape.qk_norm,  # their gradients are then summed over tensor-parallel ranks
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
@@ -133,7 +135,8 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
     )
 
 
-def layer_spec() -> ModuleSpec:
+def layer_spec(shape: ModelShape) -> ModuleSpec:
+    head_norm = RMSNorm if shape.qk_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -145,8 +148,8 @@ def layer_spec() -> ModuleSpec:
                     linear_qkv=ColumnParallelLinear,
                     core_attention=TreeAttention,
                     linear_proj=RowParallelLinear,
-                    q_layernorm=IdentityOp,
-                    k_layernorm=IdentityOp,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
@@ -165,13 +168,12 @@ def build(
 ) -> TreeGPTModel:
     """This rank's stage of the model, its weights zero (norms one) until they are loaded."""
     stage = layout.coordinates(rank).pp
+    num_layers = len(layout.stage_layers(shape.num_layers, stage))
     model = TreeGPTModel(
         shape,
         temperature=temperature,
         config=transformer_config(shape, layout, dtype),
-        transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer_spec()] * len(layout.stage_layers(shape.num_layers, stage)), layer_norm=RMSNorm
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules([layer_spec(shape)] * num_layers, RMSNorm),
         vocab_size=shape.padded_vocab(layout.tp),
         max_sequence_length=shape.max_positions,
         pre_process=stage == 0,
@@ -180,12 +182,28 @@ def build(
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
     )
+    if shape.rope_scaling is not None:
+        model.rotary_pos_emb.inv_freq = scaled(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
     _mark_split_weights(model)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if not name.endswith("layernorm.weight"):
                 param.zero_()  # uninitialised memory may hold NaN, and vocabulary padding is never loaded
     return model if on_cpu.use_cpu() else model.cuda()
+
+
+def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Rotary frequencies [d / 2] under a model's rope scaling, as transformers computes them.
+
+    llama3: wavelengths above original_max_positions / low_freq_factor are stretched by `factor`, those below
+    original_max_positions / high_freq_factor stay, between them it is interpolated.
+    """
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    turns = frequencies * scaling.original_max_positions / (2 * math.pi)  # in the original context
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    keep = smooth.clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
 
 
 def _mark_split_weights(model: TreeGPTModel) -> None:

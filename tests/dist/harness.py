@@ -33,9 +33,9 @@ class Case:
     layout: ParallelLayout
     batch: StepBatch  # [dp][num_microbatches]
     objective: Objective | None = "policy"  # None: log-probs only
-    then: Callable[[TrainRank, Case, Path], None] | None = None  # what a rank does instead
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     temperature: float = 1.0
+    then: Callable[[TrainRank, Case, Path], None] | None = None  # what a rank does instead
 
 
 def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
