@@ -2,7 +2,6 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-MAKEFLAGS += --no-print-directory
 .ONESHELL:
 .PHONY: help setup demo test test-full lint format lock clean
 

@@ -166,7 +166,8 @@ def read_shape(folder: str | Path) -> ModelShape:
         raise ValueError(f"{path}: model_type must be one of {', '.join(sorted(FAMILIES))}, got {family!r}")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     # Mistral's window is on whenever it is given; Qwen's has a switch
-    window = config.get("use_sliding_window", family == "mistral") and config.get("sliding_window")
+    windowed = config.get("use_sliding_window", family == "mistral")
+    window = windowed and config.get("sliding_window", "the family's default")
     for field, got, allowed in (
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
         ("attention_bias", bool(config.get("attention_bias")), False),

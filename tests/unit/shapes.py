@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.reshard.names import ModelShape
+from megatron_tree.reshard.names import FAMILIES, ModelShape
 
 
 def small_shape(**changes: object) -> ModelShape:
@@ -42,7 +42,7 @@ def shapes_and_layouts(draw: st.DrawFn) -> tuple[ModelShape, ParallelLayout]:
     ]
     tp, pp = draw(st.sampled_from(fits)), draw(st.integers(1, 3))
     shape = small_shape(
-        family=draw(st.sampled_from(["llama", "qwen2"])),
+        family=draw(st.sampled_from(sorted(FAMILIES))),
         num_layers=pp * draw(st.integers(1, 2)),
         hidden=draw(st.integers(1, 5)),
         ffn=tp * draw(st.integers(1, 3)),

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.reshard.names import check_model, read_shape
+from megatron_tree.reshard.names import RopeScaling, check_model, read_shape
 from tests.tiny_models import make_model
 from tests.unit.shapes import small_shape
 
@@ -25,12 +25,21 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 64,
 }
+LLAMA3_ROPE = {  # of Llama 3.1
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_tensors_are_those_that_transformers_saves(tmp_path: Path, family: str, tied: bool):
-    make_model(tmp_path, family=family, tied=tied, num_layers=2, hidden_size=16, ffn_size=24)
+    own = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 4}}.get(family, {})
+    make_model(tmp_path, family=family, tied=tied, num_layers=2, hidden_size=16, ffn_size=24, **own)
     shape = read_shape(tmp_path)
     saved = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
     assert shape.tensors() == saved
@@ -58,6 +67,13 @@ def test_tensors_come_in_layer_order():
         ),
         ({"rope_theta": 1e6}, {"rope_theta": 1e6}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"rope_theta": 5e5}),
+        ({"model_type": "mistral", "sliding_window": None}, {"family": "mistral"}),
+        ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32}, {"qkv_bias": True}),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, {"rope_scaling": RopeScaling("linear", 2.0)}),
+        (
+            {"rope_parameters": LLAMA3_ROPE},
+            {"rope_theta": 5e5, "rope_scaling": RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)},
+        ),
         ({"head_dim": None, "num_key_value_heads": None}, {"head_dim": 2, "kv_heads": 4}),
     ],
 )
@@ -70,14 +86,21 @@ def test_fields_of_older_and_newer_configs(tmp_path: Path, changes: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gemma2"}, "model_type must be one of llama, qwen2, got 'gemma2'"),
-        ({"model_type": None}, "model_type must be one of llama, qwen2, got None"),
+        ({"model_type": "gemma2"}, "model_type must be one of llama, mistral, qwen2, qwen3, got 'gemma2'"),
+        ({"model_type": None}, "model_type must be one of llama, mistral, qwen2, qwen3, got None"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_type must be 'default', got 'llama3'"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type must be 'default', got 'linear'"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 8}},
+            "rope_type must be default, linear or llama3, got 'yarn'",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
+        ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
-        ({"use_sliding_window": True}, "use_sliding_window must be False, got True"),
+        # transformers fills a window that is not given; Mistral needs no switch
+        ({"use_sliding_window": True, "sliding_window": 32}, "sliding_window must be None, got 32"),
+        ({"use_sliding_window": True}, 'sliding_window must be None, got "the family\'s default"'),
+        ({"model_type": "mistral"}, 'sliding_window must be None, got "the family\'s default"'),
         ({"hidden_size": None}, "a size is not a number: int() argument must be"),
         ({"vocab_size": "many"}, "a size is not a number: invalid literal for int()"),
     ],

@@ -33,6 +33,9 @@ def param_shapes(shape: ModelShape, layout: ParallelLayout, rank: int) -> dict[s
         found[prefix + "self_attention.linear_qkv.weight"] = (qkv, hidden)
         if shape.family == "qwen2":
             found[prefix + "self_attention.linear_qkv.bias"] = (qkv,)
+        if shape.family == "qwen3":
+            found[prefix + "self_attention.q_layernorm.weight"] = (shape.head_dim,)
+            found[prefix + "self_attention.k_layernorm.weight"] = (shape.head_dim,)
         found[prefix + "self_attention.linear_proj.weight"] = (hidden, shape.heads * shape.head_dim // tp)
         found[prefix + "pre_mlp_layernorm.weight"] = (hidden,)
         found[prefix + "mlp.linear_fc1.weight"] = (2 * shape.ffn // tp, hidden)
