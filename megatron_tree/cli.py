@@ -85,7 +85,11 @@ def main() -> None:
         if os.environ.get("MEGATRON_TREE_TRACEBACK"):
             raise
         _fail(str(error), code=2 if isinstance(error, ValueError) else 1)
-    except typer.Abort:
+    except OSError as error:  # a full disk, a folder without permission
+        if os.environ.get("MEGATRON_TREE_TRACEBACK"):
+            raise
+        _fail(f"{error.filename or 'disk'}: {error.strerror or error}", code=1)
+    except (typer.Abort, asyncio.CancelledError):
         sys.exit(130)
     except Exception as error:
         usage = getattr(error, "format_message", None)  # click's own errors, which typer does not export

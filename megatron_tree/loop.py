@@ -45,7 +45,7 @@ async def train(run: Session) -> dict[str, object]:
         run.log.restart_after(run.iteration)
         await run.publish()
         if config.eval.at_start and run.iteration == 0:
-            story.before = await evaluate(run)
+            await run.mark_best(story.before := await evaluate(run))
         run.progress.start_clock()
         while run.iteration < config.train.iterations:
             try:
@@ -53,7 +53,7 @@ async def train(run: Session) -> dict[str, object]:
             except TrainerFailed as failure:
                 await run.recover(failure)
         if config.eval.at_end:
-            story.after = await evaluate(run)
+            await run.mark_best(story.after := await evaluate(run))
         await run.save()
     except StopRequested:
         await run.save()

@@ -18,6 +18,8 @@ from rich.text import Text
 
 from megatron_tree.metrics import PhaseTimer
 
+PLAIN_EVERY_S = 30.0
+
 
 class Progress:
     """One live line on a terminal; elsewhere a plain line per iteration. Everything goes to stderr: stdout is
@@ -30,8 +32,8 @@ class Progress:
         self._live: Live | None = None
         self._start = time.perf_counter()
         self._done_here = 0
-        self._state = ""
-        self._at = ""
+        self._state = self._at = self._phase = ""
+        self._told = self._since = self._start
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -48,7 +50,7 @@ class Progress:
     @contextmanager
     def phase(self, name: str, at: str = "") -> Iterator[None]:
         """Times a phase and shows it. `at` says where in the run, e.g. `iteration 3/20`."""
-        self._at, self._phase, self._since = at or self._at, name, time.perf_counter()
+        self._at, self._phase, self._state, self._since = at or self._at, name, "", time.perf_counter()
         with self.timer(name):
             yield
         self._phase = ""
@@ -58,8 +60,11 @@ class Progress:
         self._console.print(Text(text), soft_wrap=True)
 
     def detail(self, text: str) -> None:
-        """What the live line says behind the phase."""
+        """What the live line says behind the phase; off a terminal a line of its own, now and then."""
         self._state = text
+        if self._live is None and time.perf_counter() - self._told > PLAIN_EVERY_S:
+            self._told = time.perf_counter()
+            self.say(str(self._line()))
 
     def iteration_done(self, iteration: int, scalars: dict[str, float]) -> None:
         self._done_here += 1
@@ -77,9 +82,8 @@ class Progress:
         self._start, self._done_here = time.perf_counter(), 0
 
     def _line(self) -> Text:
-        phase = getattr(self, "_phase", "")
-        seconds = f" {time.perf_counter() - self._since:.0f} s" if phase else ""
-        return Text(f"{self._at}  {phase}{seconds}  {self._state}".strip(), style="bold")
+        seconds = f"{self._phase} {time.perf_counter() - self._since:.0f} s" if self._phase else ""
+        return Text("  ".join(filter(None, (self._at, seconds, self._state))), style="bold")
 
 
 def _clock(seconds: float) -> str:

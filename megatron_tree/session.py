@@ -79,14 +79,16 @@ class Session:
             raise
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is asyncio.CancelledError and self.trains:
+            await self.trainer.kill()  # asked to stop at once
         await self._opened.aclose()
 
     async def _open(self) -> None:
         enter, later = self._opened.enter_context, self._opened.push_async_callback
         if self.rolls_out:
             # a server that is not there is said before anything starts
-            await _maybe(self.environment, "check")
+            await self._check_environment()
             later(_maybe, self.environment, "close")
         self.progress = enter(Progress(self.config.train.iterations))
         enter(cluster.running_ray())
@@ -104,6 +106,12 @@ class Session:
         for split, count in self.skipped_prompts.items():
             if count:
                 self.progress.say(f"data.{split}: {count} prompts over data.max_prompt_tokens skipped")
+
+    async def _check_environment(self) -> None:
+        try:
+            await _maybe(self.environment, "check")
+        except RuntimeError as error:
+            raise ValueError(f"environment: {error}") from error
 
     async def _stop_trainer(self) -> None:
         try:

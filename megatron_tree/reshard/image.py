@@ -7,6 +7,7 @@ Each owner writes only its slices and each reader maps only its own, so no proce
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -31,19 +32,31 @@ def create(path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
     The bytes are reserved, not only promised: a full /dev/shm must be an error here, not a SIGBUS in a
     writer.
     """
+    text, num_bytes = _header(shape, dtype)
+    with path.open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.posix_fallocate(file.fileno(), 0, len(text) + num_bytes)
+
+
+def size(shape: ModelShape, dtype: torch.dtype) -> int:
+    """Bytes of an image file."""
+    text, num_bytes = _header(shape, dtype)
+    return len(text) + num_bytes
+
+
+def _header(shape: ModelShape, dtype: torch.dtype) -> tuple[bytes, int]:
+    """The file's beginning, up to the first tensor, and the bytes of all tensors behind it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor_shape in shape.tensors().items():
-        size = int(np.prod(tensor_shape)) * dtype.itemsize
-        place = [offset, offset + size]
+        num_bytes = math.prod(tensor_shape) * dtype.itemsize
+        place = [offset, offset + num_bytes]
         header[name] = {"dtype": _NAMES[dtype], "shape": list(tensor_shape), "data_offsets": place}
-        offset += size
+        offset += num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start aligned
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.flush()
-        os.posix_fallocate(file.fileno(), 0, 8 + len(text) + offset)
+    return struct.pack("<Q", len(text)) + text, offset
 
 
 def writable(path: Path) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ class Slots:
         self._folder, self._run_id = Path(image_dir), run_id
         if not self._folder.is_dir():
             raise ValueError(f"engine.image_dir: must be a folder, got {image_dir}")
-        sweep(self._folder)
+        sweep(self._folder, keep=run_id)  # engines may still have to load what this run committed last
         path = self._folder / f"{PREFIX}{run_id}.lock"
         lock = _lock(path)
         if lock is None:
@@ -42,15 +42,15 @@ class Slots:
     def create(self, version: int, shape: ModelShape, dtype: torch.dtype) -> Path:
         """The slot of a version in its full size; pages of an earlier version are used again."""
         path = self.path(version)
-        if not path.exists():
+        if not path.exists() or path.stat().st_size != image.size(shape, dtype):
+            path.unlink(missing_ok=True)
             try:
                 image.create(path, shape, dtype)
             except OSError as error:
                 path.unlink(missing_ok=True)
                 if error.errno != errno.ENOSPC:
                     raise
-                size = sum(torch.Size(s).numel() for s in shape.tensors().values()) * dtype.itemsize
-                what = f"an image of {size} bytes"
+                what = f"an image of {image.size(shape, dtype)} bytes"
                 raise ValueError(f"engine.image_dir: {self._folder} has no room for {what}") from error
         return path
 
@@ -59,14 +59,14 @@ class Slots:
         self._lock.close()
 
 
-def sweep(folder: Path) -> list[str]:
-    """Removes the images of runs that no longer live; returns their run ids."""
+def sweep(folder: Path, keep: str | None = None) -> list[str]:
+    """Removes the images of runs that no longer live, but for run `keep`; returns their run ids."""
     swept = []
     for path in folder.glob(f"{PREFIX}*.lock"):
-        lock = _lock(path)
+        run_id = path.stem.removeprefix(PREFIX)
+        lock = _lock(path) if run_id != keep else None
         if lock is not None:
             with lock:
-                run_id = path.stem.removeprefix(PREFIX)
                 _remove(folder, run_id)
                 swept.append(run_id)
     return swept

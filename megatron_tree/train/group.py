@@ -9,6 +9,7 @@ starts a new one. Not here: processes (`cluster` makes the handles), what to res
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -21,6 +22,7 @@ from megatron_tree.metrics import Metrics, merge
 from megatron_tree.types import RunFailed, StepBatch, Update
 
 Objective = Literal["policy", "sft"]
+LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)  # a restart would meet them again
 
 
 class RankDied(Exception):
@@ -135,8 +137,8 @@ class TrainerGroup:
     async def _all(
         self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Results in rank order. ValueError from a rank is the user's and passes; anything else is
-        TrainerFailed."""
+        """Results in rank order. ValueError from a rank and a full disk are the user's and pass; anything
+        else is TrainerFailed."""
         numbers = list(self._layout.ranks()) if ranks is None else list(ranks)
         timeout = self._config.step_timeout_s if timeout is None else timeout
         calls = {
@@ -153,7 +155,7 @@ class TrainerGroup:
             phases = await self._phases([calls[call] for call in waiting])
             raise TrainerFailed(f"{method}: no answer within {timeout:g} s: {phases}")
         error = failed.exception()
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno in LASTING):
             raise error
         raise TrainerFailed(
             f"{method}: rank {calls[failed]} failed: {type(error).__name__}: {error}"
