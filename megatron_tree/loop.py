@@ -45,7 +45,7 @@ async def train(run: Session) -> dict[str, object]:
         run.log.restart_after(run.iteration)
         await run.publish()
         if config.eval.at_start and run.iteration == 0:
-            await run.mark_best(story.before := await evaluate(run))
+            story.before = await evaluate(run)
         run.progress.start_clock()
         while run.iteration < config.train.iterations:
             try:
@@ -53,7 +53,7 @@ async def train(run: Session) -> dict[str, object]:
             except TrainerFailed as failure:
                 await run.recover(failure)
         if config.eval.at_end:
-            await run.mark_best(story.after := await evaluate(run))
+            story.after = await evaluate(run)
         await run.save()
     except StopRequested:
         await run.save()
@@ -71,13 +71,15 @@ async def iterate(run: Session, story: Story) -> None:
     run.iteration += 1
     tell(run, story, groups, learned, time.perf_counter() - begun)
     if run.config.eval.every and run.iteration % run.config.eval.every == 0:
-        await run.mark_best(await evaluate(run))
+        await evaluate(run)
     if run.config.train.checkpoint_every and run.iteration % run.config.train.checkpoint_every == 0:
         await run.save()
 
 
 async def evaluate(run: Session) -> Result:
     result = await run.evaluate()
+    if run.trains:
+        await run.mark_best(result)
     run.log.scalars(run.iteration, result.scalars())
     low, high = result.interval
     greedy = f"  greedy {result.greedy['success']:.3f}" if result.greedy else ""

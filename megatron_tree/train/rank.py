@@ -152,8 +152,12 @@ class TrainRank:
             return str(aside / "model.safetensors")
 
     def finish_export(self, folder: str) -> None:
-        """Renames it to its name, which must be free."""
-        Path(folder + ".partial").rename(folder)
+        """Renames it to its name; an older export of that name goes when the new one is in place."""
+        target, old = Path(folder), Path(folder + ".old")
+        if target.exists():
+            target.rename(old)
+        Path(folder + ".partial").rename(target)
+        shutil.rmtree(old, ignore_errors=True)
 
     def save(self, folder: str) -> None:
         """Writes model, optimizer and schedule into a folder that rank 0 makes."""
