@@ -30,9 +30,10 @@ from megatron_tree.rollout.grow import SeedPath, grow_groups
 from megatron_tree.rollout.tokens import Tokens
 from megatron_tree.runfolder import RunFolder
 from megatron_tree.train.group import Objective, RankSetup, StepResult, TrainerFailed, TrainerGroup
-from megatron_tree.types import Group, Row, StepBatch, Tree
+from megatron_tree.types import Group, Row, RunFailed, StepBatch, Tree
 
 T = TypeVar("T")
+PUBLISH_TRIES = 2  # a flipped byte is written again, a wrong plan is refused again
 
 
 class StopRequested(Exception):
@@ -170,11 +171,20 @@ class Session:
         engine = self.config.engine
         with self.progress.phase("publish"):
             await self._pool_start
-            update = await self.trainer.write_image(
-                engine.image_dir, self.folder.run_id, self.version + 1, engine.dtype
-            )
-            await self.pool.update(update)
-            self.version = update.version
+            for attempt in range(PUBLISH_TRIES):
+                update = await self.trainer.write_image(
+                    engine.image_dir, self.folder.run_id, self.version + 1, engine.dtype
+                )
+                try:
+                    await self.pool.update(update)
+                except ValueError as refusal:  # before the commit: the old version goes on serving
+                    await self.trainer.refused(update, str(refusal))
+                    if attempt + 1 == PUBLISH_TRIES:
+                        raise RunFailed(f"publish: version {update.version} refused: {refusal}") from refusal
+                    self.progress.say(f"publish: {refusal}; writing version {update.version} again")
+                else:
+                    self.version = update.version
+                    return
 
     async def save(self) -> None:
         with self.progress.phase("checkpoint"):
@@ -210,12 +220,14 @@ class Session:
             with self.progress.phase(
                 "grow", f"iteration {self.iteration + 1}/{self.config.train.iterations}"
             ):
-                return await self._chains(
-                    rows, self.config.rollout, SeedPath((self.config.run.seed, self.iteration))
-                )
+                seed = SeedPath((self.config.run.seed, self.iteration))
+                groups = await self._chains(rows, self.config.rollout, seed)
         except BaseException:
             self.order.load_state_dict(taken)
             raise
+        versions = {n.policy_version for g in groups for t in g.trees for n in t.nodes[1:]}
+        assert versions == {self.version}, f"a tree of version {self.version} holds versions {versions}"
+        return groups
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Old and reference log-probs of every node, by forward passes over packed trees."""

@@ -7,6 +7,7 @@ an image is read (`reshard.receive`). vLLM is imported in `start`, after the env
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import numpy as np
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine import on_cpu
 from megatron_tree.engine.handle import Aborted, EngineDied
+from megatron_tree.reshard import digest
 from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, Update
 
@@ -78,6 +80,7 @@ class Engine:
             )
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         if update is not None:
+            await self.check(update)
             await self.update(update)
         return self.info()
 
@@ -110,18 +113,17 @@ class Engine:
         return np.array([at[token].logprob for at, token in scored], np.float32)
 
     async def check(self, update: Update) -> None:
-        """ValueError when the image is not this model, whole. Changes nothing."""
+        """ValueError when the image is not this model, whole, as its owners wrote it. Changes nothing."""
         from megatron_tree.reshard.receive import check_image
 
         check_image(update, self._shape)
+        await asyncio.to_thread(digest.verify, Path(update.image), update.version, self._shape)
 
     async def update(self, update: Update) -> int:
-        """Loads a version in place and drops the prefix cache.
+        """Loads a version that `check` let pass, in place, and drops the prefix cache.
 
-        ValueError: refused, nothing changed. EngineDied: the weights are neither the old nor the new ones,
-        and the engine answers nothing any more.
+        EngineDied: the weights are neither the old nor the new ones, and the engine answers nothing any more.
         """
-        await self.check(update)
         self._alive()
         self._broken = f"an update to version {update.version} was not finished"
         try:

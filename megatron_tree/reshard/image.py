@@ -61,7 +61,15 @@ def _header(shape: ModelShape, dtype: torch.dtype) -> tuple[bytes, int]:
 
 def writable(path: Path) -> dict[str, torch.Tensor]:
     """Maps an image for writing: Hugging Face name -> tensor over the file's own pages."""
-    mapped = np.memmap(path, dtype=np.uint8, mode="r+")
+    return _tensors(np.memmap(path, dtype=np.uint8, mode="r+"))
+
+
+def readable(path: Path) -> dict[str, torch.Tensor]:
+    """The same for reading. The pages are the file's; a write to them would stay in this process."""
+    return _tensors(np.memmap(path, dtype=np.uint8, mode="c"))
+
+
+def _tensors(mapped: np.memmap) -> dict[str, torch.Tensor]:
     length = struct.unpack("<Q", mapped[:8].tobytes())[0]
     header = json.loads(mapped[8 : 8 + length].tobytes())
     header.pop("__metadata__", None)

@@ -15,7 +15,7 @@ from typing import IO
 
 import torch
 
-from megatron_tree.reshard import image
+from megatron_tree.reshard import digest, image
 from megatron_tree.reshard.names import ModelShape
 
 PREFIX = "megatron-tree-"
@@ -42,6 +42,7 @@ class Slots:
     def create(self, version: int, shape: ModelShape, dtype: torch.dtype) -> Path:
         """The slot of a version in its full size; pages of an earlier version are used again."""
         path = self.path(version)
+        digest.forget(path)
         if not path.exists() or path.stat().st_size != image.size(shape, dtype):
             path.unlink(missing_ok=True)
             try:
@@ -90,6 +91,6 @@ def _lock(path: Path) -> IO[str] | None:
 
 
 def _remove(folder: Path, run_id: str) -> None:
-    for path in folder.glob(f"{PREFIX}{run_id}-[01].safetensors"):
+    for path in folder.glob(f"{PREFIX}{run_id}-[01].safetensors*"):  # with their digests
         path.unlink(missing_ok=True)
     (folder / f"{PREFIX}{run_id}.lock").unlink(missing_ok=True)

@@ -114,8 +114,12 @@ class TrainerGroup:
         """Writes a version's slot; all ranks have written when it returns."""
         created = await self._all("create_image", image_dir, run_id, version, dtype, ranks=[0])
         update: Update = created[0]
-        await self._all("write_slices", update.image)
+        await self._all("write_version", update)
         return update
+
+    async def refused(self, update: Update, reason: str) -> None:
+        """Tells every rank why a version was not taken."""
+        await self._all("refused", update, reason)
 
     async def export(self, folder: str) -> None:
         """Writes a Hugging Face folder: aside first, renamed when whole."""

@@ -7,6 +7,7 @@ what a hanging rank is at.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -25,7 +26,7 @@ from megatron_tree.algo.loss import LossInputs, nll_loss, policy_loss
 from megatron_tree.config import OptimizerConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.metrics import Metrics
-from megatron_tree.reshard import image, plan
+from megatron_tree.reshard import digest, image, plan
 from megatron_tree.reshard.names import check_model, read_shape
 from megatron_tree.reshard.publish import Slots
 from megatron_tree.train import checkpoint, on_cpu, step
@@ -135,8 +136,22 @@ class TrainRank:
             path = self._slots.create(version, self.shape, DTYPES[dtype])
             return Update(image=str(path), version=version, names=tuple(self.shape.tensors()))
 
+    def write_version(self, update: Update) -> None:
+        """Writes this rank's own slices of a version into its slot, and their digests beside it."""
+        with self._in("write_version"), torch.no_grad():
+            owned = plan.owned(self.shape, self.layout, self.rank)
+            path = Path(update.image)
+            written = digest.write_slices(image.writable(path), dict(self.model.named_parameters()), owned)
+            digest.save(path, update.version, self.rank, written)
+
+    def refused(self, update: Update, reason: str) -> None:
+        """The engines refused a version: it can be loaded no more, and this rank says why in its log."""
+        if self.rank == 0:
+            digest.forget(Path(update.image))
+        logging.getLogger(__name__).warning("version %d refused: %s", update.version, reason)
+
     def write_slices(self, path: str) -> int:
-        """Writes this rank's own slices into an image; returns the bytes."""
+        """Writes this rank's own slices into an exported image; returns the bytes."""
         with self._in("write_slices"), torch.no_grad():
             owned = plan.owned(self.shape, self.layout, self.rank)
             return image.write_slices(image.writable(Path(path)), dict(self.model.named_parameters()), owned)

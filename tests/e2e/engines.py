@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from megatron_tree.cluster import RayEngine
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine.pool import EnginePool
+from megatron_tree.reshard import digest
 from megatron_tree.reshard.names import read_shape
 from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, Update
 from tests.tiny_models import make_model, randomise
@@ -42,7 +44,9 @@ class Served:
         randomise(self.model, seed=100 + self.version)
         state = self.model.state_dict()
         path = self.folder / f"image-{self.version}.safetensors"
-        save_file({name: state[name] for name in names}, path)
+        tensors = {name: state[name] for name in names}
+        save_file(tensors, path)
+        sign(path, self.version, tensors)
         return Update(str(path), self.version, names)
 
     def generate(self, *requests: GenerateRequest) -> list[GenerateResult]:
@@ -77,6 +81,21 @@ class Served:
     def sampled(self, result: GenerateResult, temperature: float = 1.0) -> FloatArray:
         """transformers' log-probs of tokens that continue the prompt."""
         return self.reference(np.concatenate([PROMPT, result.token_ids]), temperature)[len(PROMPT) - 1 :]
+
+
+def sign(image: Path, version: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Writes the digests of whole tensors, as one rank that owns everything would."""
+    digest.save(
+        image,
+        version,
+        0,
+        [
+            digest.SliceDigest(
+                name, (0,) * t.dim(), tuple(t.shape), xxhash.xxh3_64_hexdigest(t.numpy().tobytes())
+            )
+            for name, t in tensors.items()
+        ],
+    )
 
 
 def ask(

@@ -68,6 +68,25 @@ def test_a_dropped_or_misshapen_tensor_is_refused(tied: Served) -> None:
     assert len(tied.made) == engines  # nothing was restarted
 
 
+def test_a_flipped_byte_is_refused(tied: Served) -> None:
+    """One bit of the image after its owner digested it: named, nothing loaded, the old version serves."""
+    old, engines = tied.version, len(tied.made)
+    before = tied.generate(ask("before the flip", 5))[0]
+    update = tied.publish()
+    with Path(update.image).open("r+b") as file:
+        file.seek(-1, 2)  # the last byte of the last tensor
+        byte = file.read(1)[0]
+        file.seek(-1, 2)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(ValueError, match=r"model\.\S+ at \(0.*\) is not what rank 0 wrote"):
+        tied.loop.run(tied.pool.update(update))
+    after = tied.generate(ask("after the flip", 5))[0]
+    assert after.policy_version == before.policy_version == old
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert len(tied.made) == engines
+    tied.loop.run(tied.pool.update(tied.publish()))  # the reference model and the engine agree again
+
+
 def test_shared_prefixes_come_from_the_cache(tied: Served) -> None:
     fresh = PROMPT[::-1].copy()
     first, again = (tied.generate(ask(f"prefix {i}", prompt_ids=fresh, route="prefix"))[0] for i in range(2))

@@ -1,0 +1,137 @@
+"""Digests of published slices: what an owner wrote is what an engine finds, of this version, whole.
+
+Each owner copies a slice into the image and digests its own bytes in the same pass, block by block, so that
+the second reading comes from the cache. An engine digests the same rectangles of the image before it loads
+any of them. All engine workers of a host map the same pages, so one check serves them. xxh3-64: fast, not
+cryptographic; it guards against lost, torn, stale and flipped bytes, not against an adversary.
+
+Invariants (tests/unit/test_digest.py, under the same words):
+1. A version passes only if every element of every tensor was written for it, exactly once.
+2. A byte that differs from what its owner held is named by tensor and rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatron_tree.reshard.image import readable
+from megatron_tree.reshard.names import ModelShape
+from megatron_tree.reshard.plan import SliceCopy
+
+BLOCK_BYTES = 1 << 19  # half of a small second-level cache
+
+
+@dataclass(frozen=True, slots=True)
+class SliceDigest:
+    tensor: str
+    start: tuple[int, ...]
+    extent: tuple[int, ...]
+    value: str  # 16 hexadecimal digits
+    rank: int = -1  # that wrote it
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        return tuple(slice(s, s + n) for s, n in zip(self.start, self.extent, strict=True))
+
+
+def write_slices(
+    image: Mapping[str, Tensor], params: Mapping[str, Tensor], copies: Iterable[SliceCopy]
+) -> list[SliceDigest]:
+    """Copies a rank's slices into a mapped image, cast to its dtype, and digests what was copied."""
+    found = []
+    for copy in copies:
+        source, target = params[copy.param][copy.param_index], image[copy.tensor][copy.tensor_index]
+        state = xxhash.xxh3_64()
+        for rows in _blocks(target):
+            block = source[rows].to(device="cpu", dtype=target.dtype).contiguous()
+            target[rows].copy_(block)
+            state.update(_bytes(block))
+        found.append(SliceDigest(copy.tensor, copy.tensor_start, copy.extent, state.hexdigest()))
+    return found
+
+
+def save(image: Path, version: int, rank: int, digests: Iterable[SliceDigest]) -> None:
+    """Writes a rank's digests beside the image: with them the rank says that it is done with this version."""
+    slices = [[d.tensor, d.start, d.extent, d.value] for d in digests]
+    path = _path(image, rank)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps({"version": version, "slices": slices}), encoding="utf-8")
+    aside.replace(path)
+
+
+def forget(image: Path) -> None:
+    """Removes all digests of a slot: nothing of it can be loaded until it is written again."""
+    for path in image.parent.glob(f"{image.name}.*.digests"):
+        path.unlink(missing_ok=True)
+
+
+def verify(image: Path, version: int, shape: ModelShape) -> int:
+    """Checks a whole image; returns the bytes digested. ValueError names what is missing, stale or
+    different."""
+    found = _load(image, version)
+    written: Counter[str] = Counter()
+    for digest in found:
+        written[digest.tensor] += math.prod(digest.extent)
+    for tensor, expected in shape.tensors().items():
+        if written[tensor] != math.prod(expected):
+            raise ValueError(
+                f"image {image}: {written[tensor]} of {math.prod(expected)} elements of {tensor} "
+                f"were written for version {version}"
+            )
+    mapped = readable(image)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
+        return sum(threads.map(lambda digest: _check(image, mapped, digest), found))
+
+
+def _check(image: Path, mapped: Mapping[str, Tensor], digest: SliceDigest) -> int:
+    region = mapped[digest.tensor][digest.index]
+    state = xxhash.xxh3_64()
+    for rows in _blocks(region):
+        state.update(_bytes(region[rows].contiguous()))
+    if state.hexdigest() != digest.value:
+        raise ValueError(
+            f"image {image}: {digest.tensor} at {digest.start} is not what rank {digest.rank} wrote"
+        )
+    return region.numel() * region.element_size()
+
+
+def _load(image: Path, version: int) -> list[SliceDigest]:
+    found: list[SliceDigest] = []
+    for path in sorted(image.parent.glob(f"{image.name}.*.digests")):
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        rank = int(path.name.split(".")[-2])
+        if saved["version"] != version:
+            raise ValueError(
+                f"image {image}: rank {rank} wrote version {saved['version']}, not version {version}"
+            )
+        for tensor, start, extent, value in saved["slices"]:
+            found.append(SliceDigest(tensor, tuple(start), tuple(extent), value, rank))
+    return found
+
+
+def _path(image: Path, rank: int) -> Path:
+    return image.with_name(f"{image.name}.{rank}.digests")
+
+
+def _blocks(region: Tensor) -> Iterator[slice]:
+    """Ranges of rows of about BLOCK_BYTES."""
+    num_rows = region.shape[0]
+    row_bytes = max(region[:1].numel() * region.element_size(), 1)
+    step = max(BLOCK_BYTES // row_bytes, 1)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
+
+
+def _bytes(block: Tensor) -> memoryview:
+    return memoryview(block.view(-1).view(torch.uint8).numpy())
