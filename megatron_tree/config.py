@@ -135,6 +135,7 @@ class TrainConfig(Section):
     max_skipped_steps: Positive = 3  # non-finite steps in a row before the run stops
     checkpoint_every: NonNegative = 0  # iterations; 0 saves at the end only
     keep_checkpoints: Positive = 2
+    export_checkpoints: bool = False  # a Hugging Face folder, hf/, beside each checkpoint
     max_restarts: NonNegative = 2  # of the trainer group after a rank died
     start_timeout_s: Seconds = 600.0
     step_timeout_s: Seconds = 1800.0  # of any one call of the trainer group

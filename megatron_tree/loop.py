@@ -54,9 +54,9 @@ async def train(run: Session) -> dict[str, object]:
                 await run.recover(failure)
         if config.eval.at_end:
             story.after = await evaluate(run)
-        await run.save()
+        await run.save(wait=True)
     except StopRequested:
-        await run.save()
+        await run.save(wait=True)
         raise
     return summary(run, story)
 
@@ -68,6 +68,7 @@ async def iterate(run: Session, story: Story) -> None:
     await run.score(groups)
     learned = await run.learn(groups)
     await run.publish()
+    await run.settle()
     run.iteration += 1
     tell(run, story, groups, learned, time.perf_counter() - begun)
     if run.config.eval.every and run.iteration % run.config.eval.every == 0:

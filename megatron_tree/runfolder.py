@@ -69,10 +69,14 @@ class RunFolder:
         shutil.rmtree(aside, ignore_errors=True)
         return aside
 
+    def has(self, iteration: int) -> bool:
+        return self.checkpoint(iteration).exists()
+
     def finish(self, iteration: int, state: dict[str, Any]) -> None:
         """Makes a written checkpoint the latest and drops all but the last `train.keep_checkpoints`."""
         aside, target = self.checkpoint(iteration).with_suffix(".partial"), self.checkpoint(iteration)
         (aside / _STATE).write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
+        shutil.copy2(self.path / "config.yaml", aside / "config.yaml")
         shutil.rmtree(target, ignore_errors=True)  # the same iteration, done again after a restart
         aside.rename(target)
         for old in self.iterations()[: -self._config.train.keep_checkpoints]:

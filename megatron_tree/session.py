@@ -66,6 +66,7 @@ class Session:
         self.best: tuple[int, float] | None = None  # (iteration, success)
         self.stopping = asyncio.Event()
         self._restarts = self._skipped_in_a_row = 0
+        self._saving: tuple[int, dict[str, Any]] | None = None  # the checkpoint that is being written
         self._opened = contextlib.AsyncExitStack()
 
     # -- opening and closing: processes
@@ -186,16 +187,31 @@ class Session:
                     self.version = update.version
                     return
 
-    async def save(self) -> None:
+    async def save(self, *, wait: bool = False) -> None:
+        """Begins a checkpoint, which becomes the latest once it is whole: see `settle`."""
         with self.progress.phase("checkpoint"):
+            await self.settle(wait=True)
+            if self.folder.has(self.iteration) or not self.folder.reference.exists():
+                return  # nothing new: the warm-up has no checkpoints
             aside = self.folder.partial(self.iteration)
             aside.mkdir(parents=True)
             await self.trainer.save(str(aside / "megatron"))
-            self.folder.finish(self.iteration, self._state())
+            if self.config.train.export_checkpoints:
+                await self.trainer.export(str(aside / "hf"))
+            self._saving = (self.iteration, self._state())
+            if wait:
+                await self.settle(wait=True)
+
+    async def settle(self, *, wait: bool = False) -> None:
+        """Names the checkpoint that is being written the latest, if it is whole by now."""
+        if self._saving is not None and await self.trainer.saved(blocking=wait):
+            self.folder.finish(*self._saving)
+            self._saving = None
 
     async def recover(self, failure: TrainerFailed) -> None:
         """A new trainer group from the latest checkpoint, a bounded number of times; the engines stay."""
         await self.trainer.kill()
+        self._saving = None  # its ranks are gone
         self._restarts += 1
         if self._restarts > self.config.train.max_restarts:
             raise failure

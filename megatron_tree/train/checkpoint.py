@@ -1,7 +1,8 @@
 """Checkpoints of the trainer group in Megatron's distributed format, which any layout can load.
 
 A folder is written by all ranks together and holds model, optimizer and the step of the learning-rate
-schedule. Not here: when to save, which one is the latest, and the driver's own state (`session`).
+schedule. A save copies the tensors and returns; forked processes write them while training goes on. Not here:
+when to save, which one is the latest, and the driver's own state (`session`, `runfolder`).
 """
 
 from __future__ import annotations
@@ -10,20 +11,33 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_tree.train.model import TreeGPTModel
 
-_METADATA = {
-    "chained_optim_avoid_prefix": True
-}  # names that do not depend on how the optimizer is put together
+# names that do not depend on how the optimizer is put together
+_METADATA = {"chained_optim_avoid_prefix": True}
 
 
-def save(folder: Path, model: TreeGPTModel, optimizer: MegatronOptimizer, step_index: int) -> None:
-    """Collective. The folder must exist and be empty."""
-    state = _state(model, optimizer, is_loading=False)
-    state["step_index"] = step_index
-    dist_checkpointing.save(state, str(folder))
+class Saver:
+    """This rank's saves, in their order. All methods are collective."""
+
+    def __init__(self) -> None:
+        self._queue = AsyncCallsQueue(persistent=False)  # the persistent caller hangs without a GPU
+
+    def begin(self, folder: Path, model: TreeGPTModel, optimizer: MegatronOptimizer, step_index: int) -> None:
+        """Starts writing into a folder that exists and is empty; the model may change from here on."""
+        state = _state(model, optimizer, is_loading=False)
+        state["step_index"] = step_index
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        self._queue.schedule_async_request(request)
+
+    def finish(self, *, blocking: bool) -> bool:
+        """Whether everything begun is on disk, on all ranks. Raises on every rank when one could not
+        write."""
+        self._queue.maybe_finalize_async_calls(blocking=blocking)
+        return self._queue.get_num_unfinalized_calls() == 0
 
 
 def load(folder: Path, model: TreeGPTModel, optimizer: MegatronOptimizer) -> int:

@@ -128,7 +128,12 @@ class TrainerGroup:
         await self._all("finish_export", folder, ranks=[0])
 
     async def save(self, folder: str) -> None:
+        """Begins a checkpoint; the next step may follow at once."""
         await self._all("save", folder)
+
+    async def saved(self, *, blocking: bool) -> bool:
+        """Whether what `save` began is whole."""
+        return all(await self._all("saved", blocking))
 
     async def load(self, folder: str) -> None:
         await self._all("load", folder)

@@ -45,6 +45,7 @@ class TrainRank:
         self._phase = "created"
         self._store: dist.Store | None = None
         self._slots: Slots | None = None
+        self._saver = checkpoint.Saver()
         self.reference: TreeGPTModel | None = None
         self.optimizer: MegatronOptimizer | None = None
 
@@ -175,13 +176,18 @@ class TrainRank:
         shutil.rmtree(old, ignore_errors=True)
 
     def save(self, folder: str) -> None:
-        """Writes model, optimizer and schedule into a folder that rank 0 makes."""
+        """Begins to write model, optimizer and schedule into a folder that rank 0 makes."""
         with self._in("save"):
             assert self.optimizer is not None, "begin comes first"
             if self.rank == 0:
                 Path(folder).mkdir(parents=True)
             dist.barrier()
-            checkpoint.save(Path(folder), self.model, self.optimizer, self.step_index)
+            self._saver.begin(Path(folder), self.model, self.optimizer, self.step_index)
+
+    def saved(self, blocking: bool) -> bool:
+        """Whether every save that began is whole."""
+        with self._in("saved"):
+            return self._saver.finish(blocking=blocking)
 
     def load(self, folder: str) -> None:
         with self._in("load"):
