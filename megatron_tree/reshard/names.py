@@ -228,7 +228,9 @@ def check_model(shape: ModelShape, layout: ParallelLayout) -> None:
             f"got {layout.tp}"
         )
     chunks = layout.pp * layout.vpp
-    if shape.num_layers % chunks:
+    if layout.stage_split is not None:
+        layout.split(shape.num_layers)
+    elif shape.num_layers % chunks:
         raise ValueError(
             f"train.parallel.pp: must divide the model's {shape.num_layers} layers, got {chunks}"
         )
