@@ -1,0 +1,56 @@
+"""A run whose rollouts are prepared beforehand: `python -m tests.e2e.replay CONFIG.yaml [key=value …]`.
+
+Everything but growing trees and serving them is the program's own: session, loop, trainer ranks, checkpoints.
+The trees of a prompt are drawn from its group id, so that a prompt that is lost, repeated or out of order
+shows in the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import zlib
+
+import numpy as np
+
+from megatron_tree import loop
+from megatron_tree.config import Config, load
+from megatron_tree.data.prompts import PromptOrder
+from megatron_tree.metrics import Metrics
+from megatron_tree.report import write_summary
+from megatron_tree.session import Session
+from megatron_tree.types import Group
+from tests.toy_trees import random_group
+
+
+class NoEngines:
+    def metrics(self) -> Metrics:
+        return {}
+
+
+class ReplaySession(Session):
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, rolls_out=False)
+        self.order = PromptOrder(self._rows("train"), seed=config.run.seed, shuffle=True)
+        self._first_prompts = self.order.state_dict()
+        self.pool = NoEngines()  # type: ignore[assignment]
+
+    async def grow(self) -> list[Group]:
+        groups = []
+        for row in self.order.take(self.config.rollout.prompts):
+            rng = np.random.default_rng(zlib.crc32(row.group_id.encode()))
+            group = random_group(rng, vocab=self.shape.vocab, group_id=row.group_id)
+            groups.append(Group(row, group.trees))
+        return groups
+
+    async def publish(self) -> None:
+        self.version += 1
+
+
+async def main(config: Config) -> None:
+    async with ReplaySession(config) as run:
+        write_summary(run.folder.path, await loop.train(run))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(load(sys.argv[1], sys.argv[2:])))
