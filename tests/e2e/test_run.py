@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ import pytest
 import yaml
 
 from examples.quickstart.prepare import prepare
+from megatron_tree.config import load
+from megatron_tree.session import Session
 from tests.tiny_models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -187,14 +190,19 @@ def test_untied_model_with_tensor_parallel_engines(world: Path) -> None:
         (["environment.target=nowhere:World"], "environment.target: cannot import nowhere:World"),
     ],
 )
-def test_a_wrong_config_is_one_line(world: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_a_wrong_config_is_refused(world: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+    """Before any process starts, and before the run folder is made."""
     config = _config(world, tmp_path / "wrong")
-    code, out = (command := Command("train", config, *overrides)).finish()
-    assert code == 2
-    assert out == ""
-    assert len(command.seen) == 1, "".join(command.seen)
-    assert message in command.seen[0]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Session(load(config, overrides))
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_refusal_is_one_line(world: Path, tmp_path: Path) -> None:
+    config = _config(world, tmp_path / "wrong")
+    code, out = (command := Command("train", config, "train.parallel.tp=3")).finish()
+    assert (code, out) == (2, "")
+    assert command.seen == ["megatron-tree: train.parallel.tp: must divide the model's 4 heads, got 3\n"]
 
 
 def test_a_used_run_folder_is_refused(world: Path, whole: tuple[Path, dict]) -> None:
