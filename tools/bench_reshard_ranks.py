@@ -1,0 +1,294 @@
+"""The Megatron side of `bench_reshard`: TP 2 x PP 2 ranks, each a process with one torch thread.
+
+Measured in turn, each between barriers, from the first rank's start to the last rank's end:
+ours       every rank writes and digests its own slices into a slot whose pages exist
+memcpy     rank 0 alone copies as many bytes into /dev/shm, both buffers warm
+gather     every parameter is gathered over its tensor-parallel group, made whole, and written whole by rank 0
+megatron   Megatron-Core's own resharding with its gloo service into a TP 1 model on rank 0
+The last two compute no digest. What each leaves behind is compared with the model, element by element.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import math
+import multiprocessing
+import pstats
+import resource
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_tree.config import AlgoConfig
+from megatron_tree.layout import ParallelLayout
+from megatron_tree.reshard import image, plan
+from megatron_tree.train.group import RankSetup
+from megatron_tree.types import Update
+from tools.bench_reshard_engine import Counter, Figures
+
+if TYPE_CHECKING:
+    from megatron_tree.train.rank import TrainRank
+
+LAYOUT = ParallelLayout(tp=2, pp=2)
+REPEATS = 5
+SCALE = 1.25  # published weights are the model's times this, exactly: nobody passes with the old ones
+
+
+def run_ranks(model: Path, shared: Path, profile: bool) -> tuple[Figures, list[Update]]:
+    """Figures, and the versions that now lie in the two slots."""
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
+    )
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    args = (store.port, model, shared, profile, answers)
+    processes = [context.Process(target=_rank, args=(rank, *args)) for rank in LAYOUT.ranks()]
+    for process in processes:
+        process.start()
+    try:
+        answer = answers.get(timeout=900)
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        for process in processes:
+            process.join(30)
+    finally:
+        for process in processes:
+            process.kill()
+    return answer
+
+
+def _rank(rank: int, port: int, model: Path, shared: Path, profile: bool, answers: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", module=r"megatron|torch\.distributed")
+    from megatron_tree.train.rank import TrainRank, stop_megatron
+
+    try:
+        setup = RankSetup(str(model), LAYOUT, "fp32", 1.0, AlgoConfig(), 600.0, 1)
+        trainer = TrainRank(rank, setup)
+        trainer._store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        trainer.start(("", 0), str(model))
+        with torch.no_grad(), trainer._in("bench"):
+            for param in trainer.model.parameters():
+                param.mul_(SCALE)
+            answer = Bench(trainer, model, shared, profile).run()
+        if rank == 0:
+            answers.put(answer)
+        stop_megatron()  # not trainer.stop: the images stay
+    except BaseException:
+        answers.put(f"rank {rank}:\n{traceback.format_exc()}")
+        raise
+
+
+class Bench:
+    """One rank's part."""
+
+    def __init__(self, trainer: TrainRank, model: Path, shared: Path, profile: bool) -> None:
+        self._trainer, self._rank, self._shared, self._profile = trainer, trainer.rank, shared, profile
+        self._source = image.readable(model / "model.safetensors")
+        self._params = dict(trainer.model.named_parameters())
+        self._version = 0
+
+    def run(self) -> tuple[Figures, list[Update]]:
+        first, second = self.create(), self.create()
+        for update in (first, second):  # pages of both slots come to be
+            self.wall(lambda update=update: self._trainer.write_version(update))
+        copy = self.buffers()
+        times: dict[str, list[float]] = {"write": [], "memcpy": []}
+        for _ in range(REPEATS):
+            times["memcpy"].append(self.wall(copy))
+            update = self.create()
+            times["write"].append(self.wall(lambda update=update: self._trainer.write_version(update)))
+        del copy
+        figures: Figures = {"bytes_written": self.count_writes(), **self.gathered(), **self.megatron()}
+        figures |= {f"{name}_seconds": median(seconds) for name, seconds in times.items()}
+        updates = [self.create(), self.create()]
+        for update in updates:
+            self._trainer.write_version(update)
+            dist.barrier()
+            self.compare(update.image)
+        if self._profile:
+            self.profile()
+            dist.barrier()
+        return figures, updates
+
+    def create(self) -> Update:
+        """The next version's slot, made by rank 0."""
+        self._version += 1
+        told: list[Any] = [None]
+        if self._rank == 0:
+            told = [self._trainer.create_image(str(self._shared), "bench", self._version, "fp32")]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+
+    def wall(self, act: Callable[[], None]) -> float:
+        """Seconds from the first rank's start to the last rank's end; a host's processes share the clock."""
+        dist.barrier()
+        began = time.perf_counter()
+        act()
+        spans: list[Any] = [None] * LAYOUT.world_size
+        dist.all_gather_object(spans, (began, time.perf_counter()))
+        return max(end for _, end in spans) - min(start for start, _ in spans)
+
+    def buffers(self) -> Callable[[], None]:
+        """The yardstick: a copy of the model's bytes from private memory into /dev/shm, by rank 0 alone."""
+        if self._rank:
+            return lambda: None
+        path = self._shared / "memcpy.safetensors"
+        image.create(path, self._trainer.shape, torch.float32)
+        source = torch.ones(sum(map(math.prod, self._trainer.shape.tensors().values())))
+        target = torch.from_file(str(path), shared=True, size=source.numel(), dtype=torch.float32)
+        target.copy_(source)
+        path.unlink()
+        return lambda: target.copy_(source)
+
+    def count_writes(self) -> int:
+        """Bytes that all ranks store for one version: slices, digests, and the file's header."""
+        update = self.create()
+        with Counter(update.image) as counter:
+            self._trainer.write_version(update)
+        dist.barrier()
+        stored = torch.tensor(counter.written)
+        dist.all_reduce(stored)
+        digests = sum(
+            path.stat().st_size for path in self._shared.glob("*.digests") if "-bench-" in path.name
+        )
+        header = image.size(self._trainer.shape, torch.float32) - self.model_bytes()
+        return int(stored) + digests + header
+
+    def model_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self._source.values())
+
+    def gathered(self) -> Figures:
+        """Times the gather into slot pages that every mapping of rank 0 already holds."""
+        update = self.create()
+        target = image.writable(Path(update.image)) if self._rank == 0 else {}
+        times = [self.wall(lambda: self.gather(target)) for _ in range(REPEATS + 1)]
+        self.compare(update.image)
+        return {"gather_seconds": median(times[1:])}
+
+    def gather(self, target: dict[str, Tensor]) -> None:
+        for param, stage in self.parameters():
+            owners = [rank for rank in LAYOUT.ranks() if LAYOUT.coordinates(rank).pp == stage]
+            if self._rank in owners:
+                shard = self._params[param].data
+                shards = [torch.empty_like(shard) for _ in owners] if self._rank == owners[0] else None
+                dist.gather(shard, shards, dst=owners[0], group=self._trainer.model.pg_collection.tp)
+            if self._rank in (0, owners[0]):
+                self.hand_over(param, owners, shards if self._rank == owners[0] else [], target)
+
+    def parameters(self) -> Iterator[tuple[str, int]]:
+        for stage in range(LAYOUT.pp):
+            for param in plan.params(self._trainer.shape, LAYOUT, stage * LAYOUT.tp):
+                yield param, stage
+
+    def hand_over(
+        self, param: str, owners: list[int], shards: list[Tensor], target: dict[str, Tensor]
+    ) -> None:
+        """Makes a parameter's Hugging Face tensors whole on its stage's first rank; rank 0 writes them."""
+        copies = [[c for c in self.held(owner) if c.param == param] for owner in owners]
+        for name in dict.fromkeys(copy.tensor for copy in copies[0]):
+            whole = torch.empty(self._trainer.shape.tensors()[name])
+            for shard, of_shard in zip(shards, copies, strict=False):
+                for copy in of_shard:
+                    if copy.tensor == name:
+                        whole[copy.tensor_index].copy_(shard[copy.param_index])
+            if owners[0] != 0:
+                (dist.recv if self._rank == 0 else dist.send)(whole, owners[0] if self._rank == 0 else 0)
+            if self._rank == 0:
+                target[name].copy_(whole)
+
+    def held(self, rank: int) -> list[plan.SliceCopy]:
+        cache = self.__dict__.setdefault("_held", {})
+        if rank not in cache:
+            cache[rank] = plan.held(self._trainer.shape, LAYOUT, rank)
+        return cache[rank]
+
+    def megatron(self) -> Figures:
+        """Megatron-Core's swap of weights from this model into one of TP 1 on rank 0, its plan cached."""
+        try:
+            from megatron.core.resharding.refit import reshard_model_weights
+        except ImportError as error:
+            return {"megatron_resharding_seconds": None, "notes": f"megatron.core.resharding: {error}"}
+        target, service = self.whole_model(), _gloo_service()
+        source = self._trainer.model
+        for name, param in (*self._params.items(), *target.named_parameters()):
+            if name.endswith("linear_fc1.weight"):
+                param.partition_stride = 2  # gate and up are cut each: its planner must know
+        times = [
+            self.wall(lambda: reshard_model_weights(source, target, service)) for _ in range(REPEATS + 1)
+        ]
+        if self._rank == 0:
+            found = dict(target.named_parameters())
+            for copy in plan.held(self._trainer.shape, ParallelLayout(), 0):
+                wanted = self._source[copy.tensor][copy.tensor_index] * SCALE
+                if not torch.equal(found[copy.param][copy.param_index], wanted):
+                    raise AssertionError(f"Megatron's resharding: {copy.param} is not {copy.tensor}")
+        dist.barrier()
+        note = (
+            "megatron's gloo service is made without the CUDA stream that it opens and does not use on a CPU"
+        )
+        return {"megatron_resharding_seconds": median(times[1:]), "notes": note}
+
+    def whole_model(self) -> torch.nn.Module:
+        """The TP 1 model on rank 0; elsewhere a module with its groups and nothing in it."""
+        from megatron.core import parallel_state
+
+        from megatron_tree.train.model import build
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel()
+        if self._rank == 0:
+            return build(self._trainer.shape, ParallelLayout(), 0, torch.float32, 1.0)
+        empty = torch.nn.Module()
+        empty.pg_collection = self._trainer.model.pg_collection
+        return empty
+
+    def compare(self, path: str) -> None:
+        """AssertionError where an image is not the model times SCALE. Rank 0 compares."""
+        dist.barrier()
+        if self._rank == 0:
+            for name, tensor in image.readable(Path(path)).items():
+                if not torch.equal(tensor, self._source[name] * SCALE):
+                    raise AssertionError(f"{path}: {name} is not what the ranks hold")
+        dist.barrier()
+
+    def profile(self) -> None:
+        """Prints rank 0's profile of one more write, and every rank's processor time and page faults."""
+        update = self.create()
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        self.wall(lambda: self._trainer.write_version(update))
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        print(
+            f"write, rank {self._rank}: user {after.ru_utime - before.ru_utime:.3f} s, "
+            f"system {after.ru_stime - before.ru_stime:.3f} s, "
+            f"page faults {after.ru_minflt - before.ru_minflt}",
+            file=sys.stderr,
+        )
+        dist.barrier()
+        profile = cProfile.Profile()
+        profile.runcall(self._trainer.write_version, update)
+        if self._rank == 0:
+            pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
+
+
+def _gloo_service() -> Any:
+    from megatron.core.resharding.copy_services.gloo_copy_service import GlooCopyService
+
+    class Service(GlooCopyService):
+        def __init__(self) -> None:
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self.gloo_pg = dist.new_group(backend="gloo")
+            self.send_ops, self.recv_ops = [], []
+            self._copy_stream = None
+
+    return Service()
