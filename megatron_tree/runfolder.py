@@ -32,8 +32,7 @@ class RunFolder:
     def claim(self) -> None:
         """Takes the folder for this process and writes the config into it. ValueError where it is used
         already."""
-        used = self.path.exists() and any(p.name != "run.lock" for p in self.path.iterdir())
-        if used and not self._config.run.resume:
+        if self._used() and not self._config.run.resume:
             raise ValueError(f"run.dir: must be new or empty unless run.resume is true, got {self.path}")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -46,6 +45,14 @@ class RunFolder:
             raise ValueError(f"run.dir: {self.path} is in use by another run") from error
         text = yaml.safe_dump(self._config.model_dump(mode="json"), sort_keys=False)
         (self.path / "config.yaml").write_text(text, encoding="utf-8")
+
+    def _used(self) -> bool:
+        """Whether there is anything to lose. A run that failed while it started leaves nothing."""
+        if not self.path.exists():
+            return False
+        nothing = ("run.lock", "config.yaml", "tensorboard")
+        found = [path for path in self.path.iterdir() if path.name not in nothing]
+        return any(path.is_dir() or path.stat().st_size for path in found)
 
     @property
     def run_id(self) -> str:
