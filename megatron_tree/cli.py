@@ -58,11 +58,14 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def plan(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Validate a config and print the layout; starts nothing."""
-    from megatron_tree.planner import show
+def plan(config: ConfigPath, overrides: Overrides = None, json: bool = False) -> None:
+    """Estimate memory, tokens, FLOPs and time of a run, or say why it cannot run; starts nothing.
 
-    show(_load(config, overrides))
+    Of model.path only config.json is read. The plan section of the config describes the hardware.
+    """
+    from megatron_tree.planner.view import show
+
+    show(_load(config, overrides), as_json=json)
 
 
 @app.command()

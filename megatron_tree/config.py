@@ -179,6 +179,21 @@ class EngineConfig(Section):
     image_dir: str = "/dev/shm"  # where the publish image lies; trainers and engines must share it
 
 
+class PlanConfig(Section):
+    """The hardware that `megatron-tree plan` estimates for; nothing else reads it. Defaults: an H100-class
+    GPU in nodes of eight."""
+
+    device: Literal["gpu", "cpu"] = "gpu"  # cpu: memory is not checked, the KV cache is engine.kv_cache_gib
+    peak_tflops: Annotated[float, Field(gt=0)] = 989.0  # of one rank, dense, in the dtype trained in
+    efficiency: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that matrix products reach
+    memory_gib: Annotated[float, Field(gt=0)] = 80.0  # of one rank
+    reserve_gib: Annotated[float, Field(ge=0)] = 4.0  # of it, for the driver, NCCL, workspaces, fragments
+    memory_gb_per_s: Annotated[float, Field(gt=0)] = 3350.0  # what decoding is bound by
+    node_gb_per_s: Annotated[float, Field(gt=0)] = 450.0  # per rank, inside a node: tensor parallelism
+    network_gb_per_s: Annotated[float, Field(gt=0)] = 50.0  # per rank: gradients, publishing
+    fill: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the caps on prompts and turns that paths use
+
+
 class Config(Section):
     run: RunConfig
     model: ModelConfig
@@ -191,6 +206,7 @@ class Config(Section):
     sft: SftConfig | None = None
     eval: EvalConfig = EvalConfig()
     engine: EngineConfig = EngineConfig()
+    plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _together(self) -> Self:
