@@ -49,7 +49,7 @@ class Counter(TorchDispatchMode):
             if not target.is_meta:  # a dry run of vLLM's loader: nothing is read
                 self.written += self._bytes(target)
                 self.read += self._bytes(source)
-        elif isinstance(result, torch.Tensor) and not result._is_view() and not result.is_meta:
+        elif isinstance(result, torch.Tensor) and not self._bytes(result):  # a view reads nothing
             self.read += sum(self._bytes(arg) for arg in args if isinstance(arg, torch.Tensor))
         return result
 

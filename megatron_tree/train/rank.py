@@ -45,7 +45,7 @@ class TrainRank:
         self._phase = "created"
         self._store: dist.Store | None = None
         self._slots: Slots | None = None
-        self._mapped: dict[Path, tuple[int, dict[str, torch.Tensor]]] = {}
+        self._maps = image.Maps()
         self._saver = checkpoint.Saver()
         self.reference: TreeGPTModel | None = None
         self.optimizer: MegatronOptimizer | None = None
@@ -143,16 +143,9 @@ class TrainRank:
         with self._in("write_version"), torch.no_grad():
             owned = plan.owned(self.shape, self.layout, self.rank)
             path = Path(update.image)
-            written = digest.write_slices(self._slot(path), dict(self.model.named_parameters()), owned)
+            slot = self._maps.writable(path)
+            written = digest.write_slices(slot, dict(self.model.named_parameters()), owned)
             digest.save(path, update.version, self.rank, written)
-
-    def _slot(self, path: Path) -> dict[str, torch.Tensor]:
-        """A slot mapped for writing, once: a fresh mapping's page faults take three times as long as the
-        copy."""
-        inode = path.stat().st_ino  # a slot of another size is another file
-        if path not in self._mapped or self._mapped[path][0] != inode:
-            self._mapped[path] = (inode, image.writable(path))
-        return self._mapped[path][1]
 
     def refused(self, update: Update, reason: str) -> None:
         """The engines refused a version: it can be loaded no more, and this rank says why in its log."""

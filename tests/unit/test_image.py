@@ -76,6 +76,21 @@ def test_two_writers_see_one_file(tmp_path: Path):
     assert load_file(path)[name].tolist() == [[1.0] * 3] * 5 + [[2.0] * 3] * 5
 
 
+def test_maps_keep_a_file_and_notice_a_new_one(tmp_path: Path):
+    """What a rank writes again lies in the same pages; a slot made anew under its name is another file."""
+    path, name, maps = tmp_path / "image", "model.norm.weight", image.Maps()
+    image.create(path, SHAPE, torch.float32)
+    first = maps.writable(path)
+    assert maps.writable(path) is first
+    first[name].fill_(1.0)
+    path.unlink()
+    image.create(path, SHAPE, torch.bfloat16)
+    maps.writable(path)[name].fill_(2.0)
+    got = load_file(path)[name]
+    assert (got.dtype, got.unique().tolist()) == (torch.bfloat16, [2.0])
+    assert first[name].unique().tolist() == [1.0]
+
+
 def test_a_file_that_cannot_grow_is_an_error(tmp_path: Path):
     """In a process of its own whose files end at 4 KiB: no signal, no silent short file."""
     code = (
