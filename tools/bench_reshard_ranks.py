@@ -111,14 +111,12 @@ class Bench:
         del copy
         figures: Figures = {"bytes_written": self.count_writes(), **self.gathered(), **self.megatron()}
         figures |= {f"{name}_seconds": median(seconds) for name, seconds in times.items()}
+        if self._profile:
+            self.profile()
         updates = [self.create(), self.create()]
         for update in updates:
             self._trainer.write_version(update)
-            dist.barrier()
             self.compare(update.image)
-        if self._profile:
-            self.profile()
-            dist.barrier()
         return figures, updates
 
     def create(self) -> Update:
@@ -279,6 +277,7 @@ class Bench:
         profile.runcall(self._trainer.write_version, update)
         if self._rank == 0:
             pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(12)
+        dist.barrier()
 
 
 def _gloo_service() -> Any:
