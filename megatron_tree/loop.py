@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from megatron_tree.config import Config
 from megatron_tree.evaluate import Result, gain_interval
 from megatron_tree.metrics import Metrics, merge, values
 from megatron_tree.rollout import budget
@@ -25,14 +24,11 @@ SAMPLE_TREES = 2  # shown in TensorBoard, per iteration
 
 @dataclass
 class Story:
-    """What the summary tells of a run."""
+    """What the summary tells beside the logged numbers."""
 
     start: float = field(default_factory=time.perf_counter)
     before: Result | None = None
     after: Result | None = None
-    rewards: list[float] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)
-    sharing: list[float] = field(default_factory=list)
 
 
 async def train(run: Session) -> dict[str, object]:
@@ -49,7 +45,7 @@ async def train(run: Session) -> dict[str, object]:
         run.progress.start_clock()
         while run.iteration < config.train.iterations:
             try:
-                await iterate(run, story)
+                await iterate(run)
             except TrainerFailed as failure:
                 await run.recover(failure)
         if config.eval.at_end:
@@ -61,7 +57,7 @@ async def train(run: Session) -> dict[str, object]:
     return summary(run, story)
 
 
-async def iterate(run: Session, story: Story) -> None:
+async def iterate(run: Session) -> None:
     run.progress.timer.seconds.clear()
     begun = time.perf_counter()
     groups = await run.grow()
@@ -70,7 +66,7 @@ async def iterate(run: Session, story: Story) -> None:
     await run.publish()
     await run.settle()
     run.iteration += 1
-    tell(run, story, groups, learned, time.perf_counter() - begun)
+    tell(run, groups, learned, time.perf_counter() - begun)
     if run.config.eval.every and run.iteration % run.config.eval.every == 0:
         await evaluate(run)
     if run.config.train.checkpoint_every and run.iteration % run.config.train.checkpoint_every == 0:
@@ -105,7 +101,7 @@ async def evaluate_only(run: Session) -> dict[str, object]:
     return {"success": result.success, "success_ci": list(result.interval), **result.scalars()}
 
 
-def tell(run: Session, story: Story, groups: list[Group], learned: Metrics, seconds: float) -> None:
+def tell(run: Session, groups: list[Group], learned: Metrics, seconds: float) -> None:
     """Everything that is logged of one iteration."""
     found = merge(
         [trees.metrics(groups), budget.metrics(groups, run.config.rollout), learned, run.pool.metrics()]
@@ -124,44 +120,36 @@ def tell(run: Session, story: Story, groups: list[Group], learned: Metrics, seco
     for index, group in enumerate(groups[:SAMPLE_TREES]):
         text = trees.describe(group.trees[0], run.tokens)
         run.log.text(run.iteration, f"trees/{index}", f"```\n{text}\n```")
-    story.rewards.append(scalars["rollout/reward"])
-    story.gaps.append(scalars["policy/logprob_gap_max"])
-    story.sharing.append(scalars["rollout/copied_over_unique_tokens"])
     run.progress.iteration_done(run.iteration, scalars)
 
 
 def summary(run: Session, story: Story) -> dict[str, object]:
-    """Numbers are null where the config asked for no evaluation or a resumed run had nothing left to do."""
-    before, after, config = story.before, story.after, run.config
+    """From the run's own log, so that a resumed run tells the whole story. Null: the config asked for no
+    evaluation; the start's intervals are null also after a resume, for the log keeps no single questions."""
+    records, before, after = run.log.records(), story.before, story.after
+    steps = [record for record in records if "rollout/reward" in record]
+    start = next((r["eval/success"] for r in records if r["step"] == 0 and "eval/success" in r), None)
+    sharing = [record["rollout/copied_over_unique_tokens"] for record in steps]
+    layout = run.config.train.parallel
     return {
         "iterations": run.iteration,
-        "success_before": before.success if before else None,
+        "success_before": start,
         "success_after": after.success if after else None,
         "success_ci": list(after.interval) if after else None,
         "success_before_ci": list(before.interval) if before else None,
         "success_gain_ci": list(gain_interval(before, after)) if before and after else None,
         "greedy_before": before.greedy.get("success") if before else None,
         "greedy_after": after.greedy.get("success") if after else None,
-        "reward_first": story.rewards[0] if story.rewards else None,
-        "reward_last": story.rewards[-1] if story.rewards else None,
-        "tp": config.train.parallel.tp,
-        "pp": config.train.parallel.pp,
-        "dp": config.train.parallel.dp,
-        "engines": config.engine.count,
+        "reward_first": steps[0]["rollout/reward"] if steps else None,
+        "reward_last": steps[-1]["rollout/reward"] if steps else None,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "dp": layout.dp,
+        "engines": run.config.engine.count,
         "policy_version": run.version,
         "best_iteration": run.best[0] if run.best else None,
-        "max_logprob_gap": max(story.gaps, default=None),
-        "copied_over_unique_tokens": sum(story.sharing) / len(story.sharing) if story.sharing else None,
+        "max_logprob_gap": max((record["policy/logprob_gap_max"] for record in steps), default=None),
+        "copied_over_unique_tokens": sum(sharing) / len(sharing) if sharing else None,
         "wall_s": round(time.perf_counter() - story.start, 1),
         "run_dir": str(run.folder.path),
     }
-
-
-def settings(config: Config) -> str:
-    """One line that says what is about to run."""
-    rollout, layout = config.rollout, config.train.parallel
-    return (
-        f"{rollout.prompts} prompts x M {rollout.trees} N {rollout.expand_nodes} L {rollout.expand_rounds}, "
-        f"trainer TP {layout.tp} PP {layout.pp} DP {layout.dp}, "
-        f"{config.engine.count} engines TP {config.engine.tp}"
-    )

@@ -117,6 +117,12 @@ class RunLog:
         self._trees = _append(self._folder / "trees.jsonl")
         self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=purge_step)
 
+    def records(self) -> list[dict[str, float]]:
+        """What was logged so far: one entry per line of `metrics.jsonl`, with its `step`."""
+        self._metrics.flush()
+        text = (self._folder / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]  # lines of ASCII numbers
+
     def restart_after(self, step: int) -> None:
         """Drops the lines of steps after `step`, and cut-off ones; TensorBoard hides its own."""
         self.close()

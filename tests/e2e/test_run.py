@@ -154,7 +154,9 @@ def test_killed_stopped_and_resumed_is_the_same(world: Path, whole: tuple[Path, 
 
     code, out = (resumed := Command("train", config, "--resume")).finish()
     assert code == 0, "".join(resumed.seen)
-    assert json.loads(out.splitlines()[-1])["success_after"] == whole[1]["success_after"]
+    summary = json.loads(out.splitlines()[-1])  # tells the whole story
+    for name in ("iterations", "success_after", "reward_first", "reward_last", "max_logprob_gap"):
+        assert summary[name] == whole[1][name], name
     assert _metrics(run) == _metrics(whole[0])
     assert _trees(run) == _trees(whole[0])
 
