@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_tree.config import EngineConfig
@@ -33,22 +34,42 @@ PROMPT = np.arange(5, 85, dtype=np.int32)
 Figures = dict[str, Any]
 
 
+class CountingHashes:
+    """Stands where `digest` looks for xxhash: the same digests, their bytes counted."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def xxh3_64(self) -> Any:
+        state, count = xxhash.xxh3_64(), self.count
+
+        class Counting:
+            hexdigest = staticmethod(state.hexdigest)
+
+            def update(self, block: np.ndarray) -> None:
+                count(block)
+                state.update(block)
+
+        return Counting()
+
+    def count(self, block: np.ndarray) -> None:
+        self.num_bytes += block.nbytes
+
+
 class Counter(TorchDispatchMode):
-    """Counts the bytes that operators of this thread read from or write to one file's mapped pages."""
+    """Counts the bytes that torch's operators, in this thread, read from one file's mapped pages."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
         self._maps: list[tuple[int, int]] = []
-        self.read = self.written = 0
+        self.read = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
-            target, source = args[:2]
-            if not target.is_meta:  # a dry run of vLLM's loader: nothing is read
-                self.written += self._bytes(target)
-                self.read += self._bytes(source)
+            if not args[0].is_meta:  # else a dry run of vLLM's loader: nothing is read
+                self.read += self._bytes(args[1])
         elif isinstance(result, torch.Tensor) and not self._bytes(result):  # a view reads nothing
             self.read += sum(self._bytes(arg) for arg in args if isinstance(arg, torch.Tensor))
         return result
@@ -149,17 +170,9 @@ async def _theirs(engine: Engine, folder: Path) -> float:
 
 async def _count_reads(engine: Engine, tp: int, update: Update) -> Figures:
     """Bytes of the image that the engine's check digests, and that its workers copy, in one load."""
-    digested, of_block = 0, digest._bytes
-
-    def counting(block: torch.Tensor) -> memoryview:
-        nonlocal digested
-        found = of_block(block)
-        digested += found.nbytes  # also from several threads: they hold the interpreter here
-        return found
-
-    digest._bytes = counting
+    digest.xxhash = CountingHashes()
     await engine.check(update)
-    digest._bytes = of_block
+    digested, digest.xxhash = digest.xxhash.num_bytes, xxhash
     await engine._llm.collective_rpc(_watch, args=(update.image,))
     await engine.update(update)
     copied = sum(await engine._llm.collective_rpc(_watched))

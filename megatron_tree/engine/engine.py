@@ -20,6 +20,7 @@ from megatron_tree.config import EngineConfig
 from megatron_tree.engine import on_cpu
 from megatron_tree.engine.handle import Aborted, EngineDied
 from megatron_tree.reshard import digest
+from megatron_tree.reshard.image import Maps
 from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, Update
 
@@ -52,6 +53,7 @@ class Engine:
         self._model = model
         self._config = config
         self._shape = read_shape(model)
+        self._maps = Maps(writable=False)
         self._version = 0
         self._broken = ""  # why the weights are neither the old nor the new version's
 
@@ -117,7 +119,8 @@ class Engine:
         from megatron_tree.reshard.receive import check_image
 
         check_image(update, self._shape)
-        await asyncio.to_thread(digest.verify, Path(update.image), update.version, self._shape)
+        path = Path(update.image)
+        await asyncio.to_thread(digest.verify, path, update.version, self._shape, self._maps)
 
     async def update(self, update: Update) -> int:
         """Loads a version that `check` let pass, in place, and drops the prefix cache.

@@ -13,7 +13,7 @@ import shutil
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -61,29 +61,38 @@ def _header(shape: ModelShape, dtype: torch.dtype) -> tuple[bytes, int]:
 
 def writable(path: Path) -> dict[str, torch.Tensor]:
     """Maps an image for writing: Hugging Face name -> tensor over the file's own pages."""
-    return _tensors(np.memmap(path, dtype=np.uint8, mode="r+"))
-
-
-class Maps:
-    """Images that one process writes again and again, each mapped once: the page faults of a fresh mapping
-    take three times as long as copying into it."""
-
-    def __init__(self) -> None:
-        self._mapped: dict[Path, tuple[int, dict[str, torch.Tensor]]] = {}
-
-    def writable(self, path: Path) -> dict[str, torch.Tensor]:
-        inode = path.stat().st_ino  # a new file of that name is mapped anew
-        if path not in self._mapped or self._mapped[path][0] != inode:
-            self._mapped[path] = (inode, writable(path))
-        return self._mapped[path][1]
+    return _tensors(_map(path, "r+"))
 
 
 def readable(path: Path) -> dict[str, torch.Tensor]:
     """The same for reading. The pages are the file's; a write to them would stay in this process."""
-    return _tensors(np.memmap(path, dtype=np.uint8, mode="c"))
+    return _tensors(_map(path, "c"))
 
 
-def _tensors(mapped: np.memmap) -> dict[str, torch.Tensor]:
+class Maps:
+    """The two slots of a run in a process that uses them again and again: each file is mapped once, because
+    the page faults of a fresh mapping take longer than a copy of its bytes."""
+
+    def __init__(self, *, writable: bool) -> None:
+        self._mode: Literal["r+", "c"] = "r+" if writable else "c"
+        self._mapped: dict[tuple[int, int, int], np.ndarray] = {}
+
+    def tensors(self, path: Path) -> dict[str, torch.Tensor]:
+        """What `writable` or `readable` answers."""
+        file = path.stat()
+        key = (file.st_dev, file.st_ino, file.st_size)  # a slot that was made anew is another file
+        if key not in self._mapped:
+            if len(self._mapped) == 2:
+                del self._mapped[next(iter(self._mapped))]
+            self._mapped[key] = _map(path, self._mode)
+        return _tensors(self._mapped[key])
+
+
+def _map(path: Path, mode: Literal["r+", "c"]) -> np.ndarray:
+    return np.memmap(path, dtype=np.uint8, mode=mode).view(np.ndarray)
+
+
+def _tensors(mapped: np.ndarray) -> dict[str, torch.Tensor]:
     length = struct.unpack("<Q", mapped[:8].tobytes())[0]
     header = json.loads(mapped[8 : 8 + length].tobytes())
     header.pop("__metadata__", None)

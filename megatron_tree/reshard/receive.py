@@ -16,6 +16,7 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +29,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megatron_tree.reshard.image import Maps
 from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.types import Update
 
@@ -104,6 +106,7 @@ class ImageReceiver(WeightTransferEngine[ImageInitInfo, ImageUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ImageInitInfo) -> None:
         self._shape = read_shape(self.model_config.model)
+        self._maps = Maps(writable=False)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -112,12 +115,11 @@ class ImageReceiver(WeightTransferEngine[ImageInitInfo, ImageUpdateInfo]):
         handed: Counter[str] = Counter()
 
         def in_layer_order() -> Iterator[tuple[str, torch.Tensor]]:
-            with safe_open(update_info.image, framework="pt") as image:
-                present = set(image.keys())
-                for name in self._shape.tensors():
-                    if name in present:
-                        handed[name] += 1
-                        yield name, image.get_tensor(name)
+            image = self._maps.tensors(Path(update_info.image))
+            for name in self._shape.tensors():
+                if name in image:
+                    handed[name] += 1
+                    yield name, image[name]
 
         self.model.load_weights(in_layer_order())
         _same_names(handed, Counter(update_info.names), f"version {update_info.version} in the engine")
@@ -132,7 +134,7 @@ class ImageReceiver(WeightTransferEngine[ImageInitInfo, ImageUpdateInfo]):
             head.quant_method.process_weights_after_loading(head)
 
     def shutdown(self) -> None:
-        """Nothing is held between updates."""
+        """Between updates only the mapped images are held."""
 
 
 def _refuse_incomplete(model: torch.nn.Module, *, tied: bool) -> None:

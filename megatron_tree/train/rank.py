@@ -45,7 +45,7 @@ class TrainRank:
         self._phase = "created"
         self._store: dist.Store | None = None
         self._slots: Slots | None = None
-        self._maps = image.Maps()
+        self._maps = image.Maps(writable=True)
         self._saver = checkpoint.Saver()
         self.reference: TreeGPTModel | None = None
         self.optimizer: MegatronOptimizer | None = None
@@ -143,7 +143,7 @@ class TrainRank:
         with self._in("write_version"), torch.no_grad():
             owned = plan.owned(self.shape, self.layout, self.rank)
             path = Path(update.image)
-            slot = self._maps.writable(path)
+            slot = self._maps.tensors(path)
             written = digest.write_slices(slot, dict(self.model.named_parameters()), owned)
             digest.save(path, update.version, self.rank, written)
 

@@ -78,17 +78,30 @@ def test_two_writers_see_one_file(tmp_path: Path):
 
 def test_maps_keep_a_file_and_notice_a_new_one(tmp_path: Path):
     """What a rank writes again lies in the same pages; a slot made anew under its name is another file."""
-    path, name, maps = tmp_path / "image", "model.norm.weight", image.Maps()
+    path, name, maps = tmp_path / "image", "model.norm.weight", image.Maps(writable=True)
     image.create(path, SHAPE, torch.float32)
-    first = maps.writable(path)
-    assert maps.writable(path) is first
-    first[name].fill_(1.0)
+    first = maps.tensors(path)[name]
+    assert maps.tensors(path)[name].data_ptr() == first.data_ptr()
+    first.fill_(1.0)
     path.unlink()
     image.create(path, SHAPE, torch.bfloat16)
-    maps.writable(path)[name].fill_(2.0)
+    maps.tensors(path)[name].fill_(2.0)
     got = load_file(path)[name]
     assert (got.dtype, got.unique().tolist()) == (torch.bfloat16, [2.0])
-    assert first[name].unique().tolist() == [1.0]
+    assert first.unique().tolist() == [1.0]
+
+
+def test_a_kept_map_sees_what_others_write(tmp_path: Path):
+    """An engine's map of a slot outlives versions, also one whose header another file of that size has."""
+    path, name, maps = tmp_path / "image", "model.norm.weight", image.Maps(writable=False)
+    image.create(path, SHAPE, torch.float32)
+    before = maps.tensors(path)
+    assert before[name].unique().tolist() == [0.0]
+    image.writable(path)[name].fill_(3.0)
+    assert maps.tensors(path)[name].unique().tolist() == [3.0]
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b"model.norm.weight", b"model.norm.WEIGHT"))
+    assert before.keys() - maps.tensors(path).keys() == {name}
 
 
 def test_a_file_that_cannot_grow_is_an_error(tmp_path: Path):
