@@ -184,7 +184,8 @@ def main() -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("MEGATRON_TREE_TRACEBACK"):
             raise
-        _fail(f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error))
+        is_os = isinstance(error, OSError)
+        _fail(f"{error.filename or 'disk'}: {error.strerror}" if is_os else str(error))
     except typer.Abort:
         sys.exit(130)
     except Exception as error:

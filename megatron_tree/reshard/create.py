@@ -283,14 +283,15 @@ def _save_hollow(file: IO[bytes], value: object) -> None:
         with skip_data():
             torch.save(value, file)
         file.flush()
-    except RuntimeError as error:  # torch's way to tell that a write failed
-        raise ValueError(f"{file.name}: could not be written: {str(error).splitlines()[0]}") from error
+    except (OSError, RuntimeError) as error:  # the second is torch's way to tell that a write failed
+        raise ValueError(f"{file.name}: no room for its last bytes: {str(error).splitlines()[0]}") from error
 
 
 def _reserve(file: IO[bytes], num_bytes: int) -> None:
     """Room for a file's first bytes on disk, not only a promise of it."""
     try:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)
+        if num_bytes:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
     except OSError as error:
         raise ValueError(f"{file.name}: no room for {num_bytes} bytes: {error.strerror}") from error
 

@@ -324,9 +324,14 @@ class _DistChunks:
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, dcp.TensorStorageMetadata) and not key.startswith("optimizer."):
                 self._sizes[_local_name(key)] = (key, entry)
-        self._stored = {
-            (index.fqn, tuple(index.offset or ())): at for index, at in metadata.storage_data.items()
-        }
+        self._stored = {}
+        ends: dict[str, int] = {}
+        for index, at in metadata.storage_data.items():
+            self._stored[index.fqn, tuple(index.offset or ())] = at
+            ends[at.relative_path] = max(at.offset + at.length, ends.get(at.relative_path, 0))
+        for file, end in ends.items():
+            if not (folder / file).is_file() or (folder / file).stat().st_size < end:
+                raise ValueError(f"{folder / file}: is missing or truncated")
         self._opened: dict[str, list[tuple[tuple[int, ...], Array]]] = {}
 
     def _entry(self, param: str) -> tuple[str, Any, int | None]:
@@ -371,8 +376,6 @@ class _DistChunks:
         if at is None:
             raise ValueError(f"{self._folder}: .metadata does not say where a chunk of {key} is")
         path = self._folder / at.relative_path
-        if not path.is_file() or path.stat().st_size < at.offset + at.length:
-            raise ValueError(f"{path}: is missing or truncated")
         if getattr(at, "transform_descriptors", None):
             raise ValueError(f"{path}: is compressed ({at.transform_descriptors}), which is not read")
         array = read_torch(path, at.offset, at.length)
