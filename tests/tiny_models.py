@@ -63,6 +63,7 @@ def make_model(
     vocab_size: int = 128,
     max_positions: int = 512,
     dtype: torch.dtype = torch.float32,
+    spread: float = 1.5,
     **overrides: object,
 ) -> PreTrainedModel:
     """Writes config, safetensors and tokenizer to `folder`; returns the transformers model. `overrides` are
@@ -85,7 +86,7 @@ def make_model(
         **overrides,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    randomise(model, seed)
+    randomise(model, seed, spread)
     model.eval()
     model.save_pretrained(folder)
     make_tokenizer(vocab_size).save_pretrained(folder)
@@ -93,14 +94,14 @@ def make_model(
 
 
 @torch.no_grad()
-def randomise(model: PreTrainedModel, seed: int) -> None:
-    """Draws every parameter anew. Matrices get a spread of 1/sqrt(fan-in), embeddings
+def randomise(model: PreTrainedModel, seed: int, spread: float = 1.5) -> None:
+    """Draws every parameter anew. Matrices get a spread of `spread`/sqrt(fan-in), embeddings
     0.4 (tied to the head, they make logits of a spread near 3), norms 1 ± 0.2, biases ± 0.2."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 2:
-            value = draw * (0.4 if "embed_tokens" in name else 1.0 / parameter.shape[1] ** 0.5)
+            value = draw * (0.4 if "embed_tokens" in name else spread / parameter.shape[1] ** 0.5)
         else:
             value = 0.2 * draw + (1.0 if "norm" in name else 0.0)
         parameter.copy_(value.to(parameter.dtype))

@@ -56,7 +56,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
     rng = np.random.default_rng(7)
     cases, found = [], {"root": root, "models": {}, "groups": {}}
     for name, kind in MODELS.items():
-        model = make_model(root / name, vocab_size=VOCAB, seed=3, **kind)
+        model = make_model(root / name, vocab_size=VOCAB, seed=3, spread=1.0, **kind)
         model.get_input_embeddings().padding_idx = (
             None  # torch gives a padding row no gradient; ids here are any
         )
