@@ -12,9 +12,11 @@ import cProfile
 import multiprocessing
 import os
 import pstats
+import queue
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,22 +58,22 @@ class CountingHashes:
         self.num_bytes += block.nbytes
 
 
-class Counter(TorchDispatchMode):
+class ImageReads(TorchDispatchMode):
     """Counts the bytes that torch's operators, in this thread, read from one file's mapped pages."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self._path = path
         self._maps: list[tuple[int, int]] = []
-        self.read = 0
+        self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             if not args[0].is_meta:  # else a dry run of vLLM's loader: nothing is read
-                self.read += self._bytes(args[1])
+                self.num_bytes += self._bytes(args[1])
         elif isinstance(result, torch.Tensor) and not self._bytes(result):  # a view reads nothing
-            self.read += sum(self._bytes(arg) for arg in args if isinstance(arg, torch.Tensor))
+            self.num_bytes += sum(self._bytes(arg) for arg in args if isinstance(arg, torch.Tensor))
         return result
 
     def _bytes(self, tensor: torch.Tensor) -> int:
@@ -97,13 +99,23 @@ def run_engine(model: Path, tp: int, updates: list[Update], profile: bool) -> Fi
     process = context.Process(target=_serve, args=(model, tp, updates, profile, answers))
     process.start()
     try:
-        figures = answers.get(timeout=900)
-        process.join(60)
+        return first_answer(answers, [process])
     finally:
         process.kill()
-    if isinstance(figures, str):
-        raise RuntimeError(figures)
-    return figures
+
+
+def first_answer(answers: Any, processes: list[Any]) -> Any:
+    """What the processes find; RuntimeError with the traceback of the first that fails."""
+    answer, codes = None, [None]
+    while answer is None and None in codes and not any(codes):
+        codes = [process.exitcode for process in processes]
+        with suppress(queue.Empty):
+            answer = answers.get(timeout=1)
+    if answer is None or isinstance(answer, str):
+        raise RuntimeError(answer or f"processes of the bench ended with {codes}")
+    for process in processes:
+        process.join(60)
+    return answer
 
 
 def _serve(model: Path, tp: int, updates: list[Update], profile: bool, answers: Any) -> None:
@@ -184,7 +196,7 @@ async def _count_reads(engine: Engine, tp: int, update: Update) -> Figures:
 def _watch(worker: Any, path: str | None) -> None:
     """In a vLLM worker: the next loads run under a counter of the image's bytes, or under a profiler."""
     receiver = worker.weight_transfer_engine
-    receiver.watch = Counter(path) if path else cProfile.Profile()
+    receiver.watch = ImageReads(path) if path else cProfile.Profile()
     load = receiver.receive_weights
 
     def watched(update_info: Any) -> None:
@@ -198,7 +210,7 @@ def _watched(worker: Any) -> int:
     """Bytes read; a profile is printed."""
     receiver = worker.weight_transfer_engine
     del receiver.receive_weights
-    if isinstance(receiver.watch, Counter):
-        return receiver.watch.read
+    if isinstance(receiver.watch, ImageReads):
+        return receiver.watch.num_bytes
     pstats.Stats(receiver.watch, stream=sys.stderr).sort_stats("tottime").print_stats(20)
     return 0

@@ -35,7 +35,7 @@ from megatron_tree.layout import ParallelLayout
 from megatron_tree.reshard import digest, image, plan
 from megatron_tree.train.group import RankSetup
 from megatron_tree.types import Update
-from tools.bench_reshard_engine import Figures
+from tools.bench_reshard_engine import Figures, first_answer
 
 if TYPE_CHECKING:
     from megatron_tree.train.rank import TrainRank
@@ -57,15 +57,10 @@ def run_ranks(model: Path, shared: Path, profile: bool) -> tuple[Figures, list[U
     for process in processes:
         process.start()
     try:
-        answer = answers.get(timeout=900)
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        for process in processes:
-            process.join(30)
+        return first_answer(answers, processes)
     finally:
         for process in processes:
             process.kill()
-    return answer
 
 
 def _rank(rank: int, port: int, model: Path, shared: Path, profile: bool, answers: Any) -> None:
