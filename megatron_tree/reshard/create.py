@@ -249,6 +249,7 @@ class _DistWriter:
         found = self.metadata.state_dict_metadata.setdefault(
             key, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=chunk.dtype), torch.Size(size), [])
         )
+        assert isinstance(found, dcp.TensorStorageMetadata)
         found.chunks.append(dcp.ChunkStorageMetadata(torch.Size(start), chunk.shape))
         self._append(dcp.MetadataIndex(key, torch.Size(start)), chunk, chunk.nbytes)
 

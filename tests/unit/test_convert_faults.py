@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.reshard import convert
 from megatron_tree.reshard.formats import open_weights
+from megatron_tree.rollout.tokens import Tokens
 from tests.tiny_models import make_model, make_tokenizer
 from tools import reshard
 
@@ -215,6 +216,20 @@ def test_a_checkpoint_without_a_config_needs_one(here: Path, tool: Callable):
     assert tool("to-hf", here / "legacy", here / "target")[0] == 2
     assert tool("to-hf", here / "legacy", here / "target", "--hf-config", here / "hf")[0] == 0
     assert convert.verify(open_weights(here / "target"), open_weights(here / "hf")) is None
+
+
+def test_a_runs_checkpoint_asks_for_its_tokenizer(here: Path, tool: Callable):
+    folder = here / "checkpoints/iteration-3"
+    shutil.copytree(here / "dist", folder / "megatron")
+    shutil.rmtree(folder / "megatron/huggingface")
+    own = Tokens(here / "hf").fingerprint
+    (folder / "state.json").write_text(json.dumps({"tokenizer": own}))
+    assert tool("to-hf", folder, here / "export", "--hf-config", here / "hf")[0] == 0
+    assert convert.verify(open_weights(here / "export"), open_weights(here / "hf")) is None
+    make_tokenizer(120).save_pretrained(here / "hf")
+    code, _, err = tool("to-hf", folder / "megatron", here / "other", "--hf-config", here / "hf")
+    assert code == 2
+    assert f"its tokenizer must be the run's ({own}), got another" in err
 
 
 @pytest.fixture

@@ -80,6 +80,13 @@ def family(pid: int) -> Iterator[int]:
         yield from family(int(child))
 
 
+def alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 def held(pid: int) -> int:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -124,8 +131,13 @@ def test_killed_at_any_moment_it_leaves_nothing_that_loads(model: Path, tmp_path
     while not target.with_name("killed.partial").exists():
         time.sleep(0.01)
     time.sleep(random.Random(seed).uniform(0, 2))
+    workers = list(family(process.pid))[1:]
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(alive(pid) for pid in workers):  # they follow it
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.1)
     assert process.returncode == -signal.SIGKILL
     assert not target.exists()
     for place in (target, target.with_name("killed.partial")):
