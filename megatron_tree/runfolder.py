@@ -1,8 +1,8 @@
 """A run's folder: who may use it, what lies where, which checkpoint is the latest.
 
     config.yaml  metrics.jsonl  trees.jsonl  tensorboard/  summary.json
-    reference/                 Hugging Face folder: the weights after the warm-up, which the reference model
-    holds checkpoints/iteration-N/   megatron/ (distributed checkpoint) and state.json (the driver's part)
+    reference/                 Hugging Face folder: the weights after a warm-up, which the reference holds
+    checkpoints/iteration-N/   megatron/ (distributed checkpoint), state.json (the driver's part), config.yaml
     best/                      Hugging Face folder of the best evaluation
 
 Folders are written aside as `NAME.partial` and renamed, so one that exists under its name is whole.

@@ -66,11 +66,11 @@ class Session:
         self.best: tuple[int, float] | None = None  # (iteration, success)
         self.stopping = asyncio.Event()
         self._restarts = self._skipped_in_a_row = 0
+        self._warm = False  # the warm-up is over, or there is none
         self._saving: tuple[int, dict[str, Any]] | None = None  # the checkpoint that is being written
         self._opened = contextlib.AsyncExitStack()
 
     # -- opening and closing: processes
-    # ----------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self.folder.claim()
@@ -122,19 +122,19 @@ class Session:
             self.progress.say(f"while stopping: {failure}")
 
     # -- weights: where they come from, where they go
-    # ----------------------------------------------------------------
 
     async def restore(self) -> bool:
-        """Starts the trainer where the run folder left off. False: at its very beginning, before the
-        warm-up."""
-        latest = self.folder.latest()
-        warm = self.folder.reference.exists()
+        """Starts the trainer where the run folder left off. False: before the warm-up that the config asks
+        for."""
+        latest, warm_up = self.folder.latest(), self.config.sft is not None
+        self._warm = not warm_up or self.folder.reference.exists()
+        base = str(self.folder.reference) if warm_up and self._warm else self.config.model.path
         with self.progress.phase("start"):
-            await self.trainer.start(str(self.folder.reference) if warm else self.config.model.path)
-            if not (warm or latest):
+            await self.trainer.start(base)
+            if not self._warm:
                 return False
             if self.config.algo.kl_coef > 0:
-                await self.trainer.take_reference(str(self.folder.reference))
+                await self.trainer.take_reference(base)
             await self._begin()
             if latest is not None:
                 folder, state = latest
@@ -143,25 +143,25 @@ class Session:
         return True
 
     async def warm_up(self) -> None:
-        """SFT on the demonstrations, if any; what comes out is the reference model and iteration 0."""
+        """SFT on the demonstrations; what comes out is the reference model and iteration 0."""
         sft = self.config.sft
-        if sft is not None:
-            await self.trainer.begin(sft.optimizer, sft.steps)
-            with self.progress.phase("warm-up"):
-                for step in range(sft.steps):
-                    self._raise_if_stopping()
-                    result = await self._step(
-                        *batching.sft_batch(self._demonstrations_of(step), self.spec), "sft"
-                    )
-                    loss = result.metrics["sft/nll"].value
-                    self.progress.detail(f"step {step + 1}/{sft.steps}  loss {loss:.4f}")
-                    self.log.scalars(
-                        step + 1 - sft.steps, {"sft/loss": loss, "sft/grad_norm": result.grad_norm}
-                    )
+        assert sft is not None, "restore said so"
+        self.log.restart_after(-sft.steps)  # an earlier try was not finished
+        await self.trainer.begin(sft.optimizer, sft.steps)
+        with self.progress.phase("warm-up"):
+            for step in range(sft.steps):
+                self._raise_if_stopping()
+                batch, packing = batching.sft_batch(self._demonstrations_of(step), self.spec)
+                result = await self._step(batch, packing, "sft")
+                loss = result.metrics["sft/nll"].value
+                self.progress.detail(f"step {step + 1}/{sft.steps}  loss {loss:.4f}")
+                scalars = {"sft/loss": loss, "sft/grad_norm": result.grad_norm}
+                self.log.scalars(step + 1 - sft.steps, scalars)
         await self.trainer.export(str(self.folder.reference))
         if self.config.algo.kl_coef > 0:
             await self.trainer.take_reference(None)
         await self._begin()
+        self._warm = True
 
     async def engines_ready(self) -> None:
         with self.progress.phase("start"):
@@ -191,7 +191,7 @@ class Session:
         """Begins a checkpoint, which becomes the latest once it is whole: see `settle`."""
         with self.progress.phase("checkpoint"):
             await self.settle(wait=True)
-            if self.folder.has(self.iteration) or not self.folder.reference.exists():
+            if self.folder.has(self.iteration) or not self._warm:
                 return  # nothing new: the warm-up has no checkpoints
             aside = self.folder.partial(self.iteration)
             aside.mkdir(parents=True)
@@ -226,7 +226,7 @@ class Session:
         self.log.restart_after(self.iteration)
         await self.publish()
 
-    # -- one iteration ---------------------------------------------------------------------------------------
+    # -- one iteration
 
     async def grow(self) -> list[Group]:
         """The trees of this iteration's prompts. Cut short by a stop; the prompts are then taken again."""
@@ -282,7 +282,7 @@ class Session:
         self.best = (self.iteration, result.success)
         await self.trainer.export(str(self.folder.best))
 
-    # -- details ---------------------------------------------------------------------------------------------
+    # -- details
 
     async def _chains(
         self, rows: Sequence[Row], rollout: RolloutConfig, seed: SeedPath, temperature: float | None = None
