@@ -23,7 +23,7 @@ from megatron_tree.reshard import create
 from megatron_tree.reshard.names import read_shape
 from tests.tiny_models import make_tokenizer
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 CONFIG = {  # TinyLlama's shape: 1.1 B parameters, the embedding is its largest tensor
     **{"model_type": "llama", "num_hidden_layers": 22, "hidden_size": 2048, "intermediate_size": 5632},
