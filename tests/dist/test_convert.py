@@ -26,6 +26,7 @@ from tests.toy_trees import random_group
 
 LAYOUTS = {"tp2pp2": ParallelLayout(tp=2, pp=2), "tp1pp1": ParallelLayout()}
 NAMES = ("qwen2_tied", "llama_untied", "qwen3")
+SAVED = ("qwen2_tied-tp2pp2", "llama_untied-tp1pp1")  # a save starts processes, which takes seconds
 
 
 def load_and_save(trainer: TrainRank, case: Case, out: Path) -> None:
@@ -43,6 +44,8 @@ def load_and_save(trainer: TrainRank, case: Case, out: Path) -> None:
     if (scored := trainer.score(case.batch[0], "actor")) is not None:
         for index, values in enumerate(scored):
             np.save(out / f"logprobs_{index}.npy", values)
+    if case.name not in SAVED:
+        return
     (out / "saved").mkdir(exist_ok=True)
     dist_checkpointing.save({"model": trainer.model.sharded_state_dict(metadata={})}, str(out / "saved"))
 
@@ -99,24 +102,25 @@ def test_logprobs_equal_transformers(results: dict, name: str, layout: str) -> N
     assert compared > 20
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_ranks_save_converts_back(results: dict, name: str, layout: str, tmp_path: Path) -> None:
-    root = results["root"]
-    saved = open_weights(root / f"{name}-{layout}" / "saved", config=root / name)
+@pytest.mark.parametrize("case", SAVED)
+def test_what_ranks_save_converts_back(results: dict, case: str, tmp_path: Path) -> None:
+    root, name = results["root"], case.split("-")[0]
+    saved = open_weights(root / case / "saved", config=root / name)
     assert convert.verify(saved, open_weights(root / name)) is None
     convert.to_hf(saved, tmp_path / "back")
     assert convert.verify(open_weights(tmp_path / "back"), open_weights(root / name)) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_converted_checkpoint_is_as_one_rank_saves_it(results: dict, name: str) -> None:
-    root = results["root"]
+@pytest.mark.parametrize("case", SAVED)
+def test_a_converted_checkpoint_is_as_ranks_save_it(results: dict, case: str) -> None:
+    root, name = results["root"], case.split("-")[0]
     ours = formats.read_metadata(root / f"{name}_dist").state_dict_metadata
-    theirs = formats.read_metadata(root / f"{name}-tp1pp1" / "saved").state_dict_metadata
+    theirs = formats.read_metadata(root / case / "saved").state_dict_metadata
     assert ours.keys() == theirs.keys()
     for key, entry in theirs.items():
         if hasattr(entry, "size"):
+            if not case.endswith("tp1pp1"):
+                continue  # chunks are the ranks', and the vocabulary is padded
             assert ours[key].size == entry.size, key
             assert ours[key].properties.dtype == entry.properties.dtype
             places = [
