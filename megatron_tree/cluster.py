@@ -40,7 +40,7 @@ def running_ray(address: str | None = None) -> Iterator[None]:
         os.environ.setdefault(name, value)
     address = address or os.environ.get("RAY_ADDRESS")
     local = {} if address else {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, 1)}
-    ray.init(address=address or "local", logging_level=logging.WARNING, **local)
+    ray.init(address=address or "local", logging_level=logging.ERROR, **local)
     try:
         yield
     finally:

@@ -93,7 +93,8 @@ class Session:
             await self._check_environment()
             later(_maybe, self.environment, "close")
         self.progress = enter(Progress(self.config.train.iterations))
-        enter(cluster.running_ray())
+        with self.progress.phase("start"):
+            enter(cluster.running_ray())
         if self.rolls_out:
             self.pool = cluster.engine_pool(self.config.model.path, self.config.engine)
             later(self.pool.stop)
