@@ -1,7 +1,7 @@
 """Measures publishing: Megatron ranks write a version, a vLLM engine takes it. One JSON line comes last.
 
-    python -m tools.bench_reshard             # 604 MB of fp32, TP 2 x PP 2, one engine; minutes on two cores
-    python -m tools.bench_reshard --profile   # also where the time goes
+    python tools/bench_reshard.py             # 604 MB of fp32, TP 2 x PP 2, one engine; minutes on two cores
+    python tools/bench_reshard.py --profile   # also where the time goes
 
 All figures are of one run and one random Llama model, made on the spot and removed at the end. Every ratio
 sets ours against something that moves the same bytes on the same machine; medians are compared. Bytes are
@@ -27,6 +27,8 @@ import torch
 
 from megatron_tree.reshard import image
 from megatron_tree.reshard.names import ModelShape, read_shape
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # its other halves are found however it is started
 from tools.bench_reshard_engine import run_engine
 from tools.bench_reshard_ranks import run_ranks
 
@@ -97,7 +99,7 @@ def main() -> int:
         model_bytes = sum(map(math.prod, shape.tensors().values())) * torch.float32.itemsize
         free = shutil.disk_usage(shared).free
         if free < 3 * model_bytes:
-            raise ValueError(f"--image-dir: {args.image_dir} needs {3 * model_bytes} bytes, {free} are free")
+            parser.error(f"--image-dir: {args.image_dir} needs {3 * model_bytes} more bytes, {free} are free")
         ranks, updates = run_ranks(model, Path(shared), args.profile)
         engine = run_engine(model, args.engine_tp, updates, args.profile)
     print(json.dumps(report(ranks, engine, model_bytes)))
