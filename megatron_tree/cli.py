@@ -94,7 +94,7 @@ def main() -> None:
         _fail(f"{error.filename or 'disk'}: {error.strerror or error}", code=1)
     except (typer.Abort, asyncio.CancelledError):
         sys.exit(130)
-    except Exception as error:
+    except Exception as error:  # typer exports no base of its usage errors; others are raised again
         usage = getattr(error, "format_message", None)  # click's own errors, which typer does not export
         if usage is None:
             raise

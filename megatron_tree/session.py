@@ -76,7 +76,7 @@ class Session:
         self.folder.claim()
         try:
             await self._open()
-        except BaseException:
+        except BaseException:  # also Ctrl-C: what was started is stopped; raised again
             await self._opened.aclose()
             raise
         return self
@@ -239,7 +239,7 @@ class Session:
             ):
                 seed = SeedPath((self.config.run.seed, self.iteration))
                 groups = await self._chains(rows, self.config.rollout, seed)
-        except BaseException:
+        except BaseException:  # also a stop: the prompts are taken again; raised again
             self.order.load_state_dict(taken)
             raise
         versions = {n.policy_version for g in groups for t in g.trees for n in t.nodes[1:]}

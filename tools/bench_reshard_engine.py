@@ -123,7 +123,7 @@ def _serve(model: Path, tp: int, updates: list[Update], profile: bool, answers: 
     try:
         with asyncio.Runner() as runner:
             answers.put(runner.run(_measure(model, tp, updates, profile)))
-    except BaseException:
+    except BaseException:  # reported to the parent, then raised again
         answers.put(traceback.format_exc())
         raise
 

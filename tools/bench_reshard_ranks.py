@@ -80,7 +80,7 @@ def _rank(rank: int, port: int, model: Path, shared: Path, profile: bool, answer
         if rank == 0:
             answers.put(answer)
         stop_megatron()  # not trainer.stop: the images stay
-    except BaseException:
+    except BaseException:  # reported to the parent, then raised again
         answers.put(f"rank {rank}:\n{traceback.format_exc()}")
         raise
 

@@ -188,7 +188,7 @@ def main() -> None:
         _fail(f"{error.filename or 'disk'}: {error.strerror}" if is_os else str(error))
     except typer.Abort:
         sys.exit(130)
-    except Exception as error:
+    except Exception as error:  # as in the cli: typer's usage errors; others are raised again
         usage = getattr(error, "format_message", None)  # click's own errors, which typer does not export
         if usage is None:
             raise

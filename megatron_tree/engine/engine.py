@@ -131,7 +131,7 @@ class Engine:
         self._broken = f"an update to version {update.version} was not finished"
         try:
             await self._load(update)
-        except Exception as error:
+        except Exception as error:  # whatever it was, the weights are half new: the engine ends
             self._broken = f"the update to version {update.version} failed: {error}"
             raise EngineDied(self._broken) from error
         self._broken = ""

@@ -165,7 +165,7 @@ def aside(target: Path) -> Iterator[Path]:
             raise ValueError(f"{target}: exists and is not overwritten")
         partial.rename(target)
         _sync(target.parent)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: nothing half is left; raised again
         shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:

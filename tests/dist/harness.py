@@ -66,7 +66,7 @@ def _rank(rank: int, port: int, cases: list[Case], out: Path, errors: multiproce
         for case in cases:
             if rank < case.layout.world_size:
                 _run_case(rank, case, dist.PrefixStore(case.name, store), out / case.name)
-    except BaseException:
+    except BaseException:  # reported to the parent, then raised again
         errors.put(f"rank {rank}:\n{traceback.format_exc()}")
         raise
 
