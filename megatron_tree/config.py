@@ -119,11 +119,47 @@ class OptimizerConfig(Section):
 class ParallelConfig(Section):
     tp: Positive = 1
     pp: Positive = 1
+    vpp: Positive = 1  # model chunks per stage (interleaved 1F1B)
+    cp: Positive = 1  # context parallelism: ranks that share the tokens of a micro-batch
     dp: Positive = 1
+    stage_split: Annotated[tuple[NonNegative, ...], Field(strict=False)] | None = None
+    """Layers of every model chunk in pipeline order, pp * vpp numbers; null: equal."""
+    sequence_parallel: bool = False  # norms and residuals are split over the tp ranks
+    distributed_optimizer: bool = False  # optimizer states are split over the dp and cp ranks
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        _ = self.layout  # raises where it is none
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError("sequence_parallel: needs tp above 1, got 1")
+        return self
 
     @property
     def layout(self) -> ParallelLayout:
-        return ParallelLayout(tp=self.tp, pp=self.pp, dp=self.dp)
+        return ParallelLayout(
+            tp=self.tp, pp=self.pp, vpp=self.vpp, cp=self.cp, dp=self.dp, stage_split=self.stage_split
+        )
+
+    @property
+    def token_multiple(self) -> int:
+        """Lengths of micro-batches are multiples of it: each cp rank takes two equal parts, each tp rank one
+        of those under sequence parallelism."""
+        return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
+
+
+class RecomputeConfig(Section):
+    """Activations that the backward pass computes again instead of keeping them."""
+
+    granularity: Literal["none", "selective", "full"] = "none"
+    modules: Annotated[tuple[Literal["core_attn", "mlp"], ...], Field(strict=False)] = ("core_attn",)
+    """What `selective` recomputes."""
+    layers: Positive = 1  # consecutive layers of which `full` keeps the first one's input only
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        if self.granularity == "selective" and not self.modules:
+            raise ValueError("modules: selective recomputation needs at least one, got none")
+        return self
 
 
 class TrainConfig(Section):
@@ -131,6 +167,8 @@ class TrainConfig(Section):
     mini_batches: Positive = 1  # optimizer steps per iteration; prompts are dealt to them
     micro_batch_tokens: Positive = 8192  # packed tokens of a micro-batch
     parallel: ParallelConfig = ParallelConfig()
+    recompute: RecomputeConfig = RecomputeConfig()
+    attention: Literal["auto", "node", "flex", "varlen"] = "auto"  # doctor says what auto is here
     optimizer: OptimizerConfig = OptimizerConfig()
     max_skipped_steps: Positive = 3  # non-finite steps in a row before the run stops
     checkpoint_every: NonNegative = 0  # iterations; 0 saves at the end only

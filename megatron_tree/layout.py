@@ -70,8 +70,25 @@ class ParallelLayout:
         return at.tp == at.cp == at.dp == 0
 
     def output_ranks(self) -> list[int]:
-        """For each dp, the rank of the last stage that reports its log-probs and losses (tp 0, cp 0)."""
-        return [self.rank(Coordinates(tp=0, cp=0, dp=dp, pp=self.pp - 1)) for dp in range(self.dp)]
+        """For each dp, and in it each cp, the rank of the last stage that reports log-probs and losses."""
+        return [
+            self.rank(Coordinates(tp=0, cp=cp, dp=dp, pp=self.pp - 1))
+            for dp in range(self.dp)
+            for cp in range(self.cp)
+        ]
+
+    def context_ranges(self, num_tokens: int, cp_rank: int) -> tuple[tuple[int, int], ...]:
+        """The tokens `[start, stop)` of a micro-batch that one context-parallel rank holds: two of 2 * cp
+        equal parts, an early and a late one, since late tokens see more.
+
+        Worked example: cp=2, 8 tokens: rank 0 has 0..2 and 6..8, rank 1 has 2..4 and 4..6.
+        """
+        if self.cp == 1:
+            return ((0, num_tokens),)
+        part, rest = divmod(num_tokens, 2 * self.cp)
+        assert rest == 0, f"{num_tokens} tokens are no multiple of 2 * cp = {2 * self.cp}"
+        parts = (cp_rank, 2 * self.cp - 1 - cp_rank)
+        return tuple((i * part, (i + 1) * part) for i in parts)
 
     def split(self, num_layers: int) -> tuple[int, ...]:
         """Number of layers of each chunk, in pipeline order."""

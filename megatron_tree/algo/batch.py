@@ -32,8 +32,9 @@ class PackingSpec:
 
     dp: int
     micro_batch_tokens: int
-    pad_to: int  # micro-batch lengths are multiples of it: tp under sequence parallelism, 2 * cp
+    pad_to: int  # micro-batch lengths are multiples of it: `ParallelConfig.token_multiple`
     hidden_size: int  # weighs attention against linear layers
+    count_multiple: int = 1  # so is the number of micro-batches of a rank: pp where stages are interleaved
 
 
 def split(groups: Sequence[Group], mini_batches: int) -> list[list[Group]]:
