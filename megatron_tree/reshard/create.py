@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pickle
-import struct
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from torch.serialization import skip_data
 
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.reshard import image, plan
-from megatron_tree.reshard.arrays import DTYPES
 from megatron_tree.reshard.formats import (
     CARRIED,
     RANK_FILE,
@@ -43,7 +41,6 @@ from megatron_tree.reshard.names import ModelShape, check_model
 DIST_FILE_BYTES = 2 << 30  # a file of a distributed checkpoint is closed once it is larger
 _ALIGNMENT = 64
 _LINEAR = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-_SAFETENSORS = {dtype: name for name, dtype in DTYPES.items()}
 Dtypes = Mapping[str, torch.dtype]  # of each Hugging Face tensor
 
 
@@ -86,17 +83,10 @@ def hugging_face(
 
 
 def _safetensors(path: Path, tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, (dtype, size) in tensors.items():
-        stop = offset + math.prod(size) * dtype.itemsize
-        header[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(size), "data_offsets": [offset, stop]}
-        offset = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text, num_bytes = image.header(tensors)
     with path.open("wb") as file:
-        _reserve(file, 8 + len(text) + offset)
-        file.write(struct.pack("<Q", len(text)) + text)
+        _reserve(file, len(text) + num_bytes)
+        file.write(text)
 
 
 def _declare_dtype(path: Path, dtypes: set[torch.dtype]) -> None:

@@ -28,22 +28,15 @@ from torch import Tensor
 
 from megatron_tree.reshard.image import Maps
 from megatron_tree.reshard.names import ModelShape
-from megatron_tree.reshard.plan import SliceCopy
+from megatron_tree.reshard.plan import Region, SliceCopy
 
 BLOCK_BYTES = 1 << 19  # half of a small second-level cache
 
 
 @dataclass(frozen=True, slots=True)
-class SliceDigest:
-    tensor: str
-    start: tuple[int, ...]
-    extent: tuple[int, ...]
+class SliceDigest(Region):
     value: str  # 16 hexadecimal digits
     rank: int = -1  # that wrote it
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        return tuple(slice(s, s + n) for s, n in zip(self.start, self.extent, strict=True))
 
 
 def write_slices(
@@ -59,7 +52,7 @@ def write_slices(
             part = _raw(source[rows].to(target)) if held is None else held[rows]
             block = np.ascontiguousarray(part)
             slot[rows] = block
-            state.update(block)
+            state.update(block.data)
         found.append(SliceDigest(copy.tensor, copy.tensor_start, copy.extent, state.hexdigest()))
     return found
 
@@ -100,7 +93,7 @@ def verify(image: Path, version: int, shape: ModelShape, maps: Maps | None = Non
 def _check(image: Path, mapped: Mapping[str, Tensor], digest: SliceDigest) -> int:
     region, state = _raw(mapped[digest.tensor][digest.index]), xxhash.xxh3_64()
     for rows in _blocks(region):
-        state.update(np.ascontiguousarray(region[rows]))
+        state.update(np.ascontiguousarray(region[rows]).data)
     if state.hexdigest() != digest.value:
         raise ValueError(
             f"image {image}: {digest.tensor} at {digest.start} is not what rank {digest.rank} wrote"

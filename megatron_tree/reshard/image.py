@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_tree.reshard.arrays import DTYPES
 from megatron_tree.reshard.names import ModelShape
 from megatron_tree.reshard.plan import SliceCopy
 
-DTYPES: dict[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -32,7 +32,7 @@ def create(path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
     The bytes are reserved, not only promised: a full /dev/shm must be an error here, not a SIGBUS in a
     writer.
     """
-    text, num_bytes = _header(shape, dtype)
+    text, num_bytes = _whole_header(shape, dtype)
     with path.open("wb") as file:
         file.write(text)
         file.flush()
@@ -41,19 +41,22 @@ def create(path: Path, shape: ModelShape, dtype: torch.dtype) -> None:
 
 def size(shape: ModelShape, dtype: torch.dtype) -> int:
     """Bytes of an image file."""
-    text, num_bytes = _header(shape, dtype)
+    text, num_bytes = _whole_header(shape, dtype)
     return len(text) + num_bytes
 
 
-def _header(shape: ModelShape, dtype: torch.dtype) -> tuple[bytes, int]:
-    """The file's beginning, up to the first tensor, and the bytes of all tensors behind it."""
+def _whole_header(shape: ModelShape, dtype: torch.dtype) -> tuple[bytes, int]:
+    return header({name: (dtype, size) for name, size in shape.tensors().items()})
+
+
+def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
+    """The beginning of a safetensors file, up to the first tensor, and the bytes of all tensors behind it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for name, tensor_shape in shape.tensors().items():
-        num_bytes = math.prod(tensor_shape) * dtype.itemsize
-        place = [offset, offset + num_bytes]
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(tensor_shape), "data_offsets": place}
-        offset += num_bytes
+    for name, (dtype, size) in tensors.items():
+        stop = offset + math.prod(size) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(size), "data_offsets": [offset, stop]}
+        offset = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors start aligned
     return struct.pack("<Q", len(text)) + text, offset

@@ -2,8 +2,8 @@
 declares.
 
 The tables are read both ways: loading, exporting and publishing all go through `plan`, which reads them. Not
-here: which rank holds what (`plan`), bytes (`image`). Families: Llama (SmolLM2 is one) and Qwen2 / Qwen2.5,
-tied and untied.
+here: which rank holds what (`plan`), bytes (`image`). Families: Llama 2 and 3.x (SmolLM2 is one), Mistral,
+Qwen2 and 2.5, dense Qwen3; tied and untied.
 """
 
 from __future__ import annotations
@@ -72,6 +72,13 @@ FAMILIES: dict[str, tuple[Name, ...]] = {
     "qwen2": _QWEN2,
     "qwen3": _QWEN3,
 }
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+}
+"""What transformers takes for fields that a `config.json` lacks, where families differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +171,11 @@ def read_shape(folder: str | Path) -> ModelShape:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"{path}: model_type must be one of {', '.join(sorted(FAMILIES))}, got {family!r}")
+    config = _DEFAULTS[family] | config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     # Mistral's window is on whenever it is given; Qwen's has a switch
     windowed = config.get("use_sliding_window", family == "mistral")
-    window = windowed and config.get("sliding_window", "the family's default")
+    window = windowed and config.get("sliding_window")
     for field, got, allowed in (
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
         ("attention_bias", bool(config.get("attention_bias")), False),

@@ -40,7 +40,8 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Atom(Region):
-    """What one rank writes and the same workers of an engine read: the unit of a digest.
+    """What one rank writes and the same workers of an engine read: the unit in which a slice would travel to
+    workers on other hosts. On one host nothing travels, and engines digest slices as their owners wrote them.
 
     Worked example: 8 rows written by rank 0 (0..4) and rank 1 (4..8) and read by three workers whole are two
     atoms: (0..4, writer 0, readers 0 1 2) and (4..8, writer 1, readers 0 1 2).

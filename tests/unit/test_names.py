@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.reshard.names import RopeScaling, check_model, read_shape
@@ -83,6 +84,19 @@ def test_fields_of_older_and_newer_configs(tmp_path: Path, changes: dict[str, An
     assert {name: getattr(shape, name) for name in read} == read
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_fields_that_are_absent_are_what_transformers_takes(tmp_path: Path, family: str):
+    config = CONFIG | {"model_type": family, "hidden_size": 256, "num_attention_heads": 64}
+    window = {"sliding_window": None} if family == "mistral" else {}
+    (tmp_path / "config.json").write_text(json.dumps(config | window))
+    shape, theirs = read_shape(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    # a Qwen2 config has no such field; its attention takes the quotient
+    assert shape.head_dim == getattr(theirs, "head_dim", 256 // 64)
+    assert shape.kv_heads == theirs.num_key_value_heads
+    assert shape.tied == theirs.tie_word_embeddings
+    assert shape.rope_theta == theirs.rope_parameters["rope_theta"]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -99,8 +113,8 @@ def test_fields_of_older_and_newer_configs(tmp_path: Path, changes: dict[str, An
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
         # transformers fills a window that is not given; Mistral needs no switch
         ({"use_sliding_window": True, "sliding_window": 32}, "sliding_window must be None, got 32"),
-        ({"use_sliding_window": True}, 'sliding_window must be None, got "the family\'s default"'),
-        ({"model_type": "mistral"}, 'sliding_window must be None, got "the family\'s default"'),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding_window must be None, got 4096"),
+        ({"model_type": "mistral"}, "sliding_window must be None, got 4096"),
         ({"hidden_size": None}, "a size is not a number: int() argument must be"),
         ({"vocab_size": "many"}, "a size is not a number: invalid literal for int()"),
     ],
