@@ -247,6 +247,35 @@ def test_trees_do_not_wait_for_each_other() -> None:
     assert asyncio.run(run()) == ["fast", "slow"]
 
 
+def test_no_barrier_over_the_turns_and_rounds_of_a_prompt() -> None:
+    """Tree 1 gets its first action only when tree 0 asks for its last round: a barrier would hang."""
+
+    async def run() -> list[Group]:
+        last_round = asyncio.Event()
+        seeded = SeededEngine()
+
+        async def generate(request) -> GenerateResult:
+            _, _, _, tree, round_, *_ = request.request_id.split("/")
+            if (tree, round_) == ("0", "2"):
+                last_round.set()
+            if tree == "1":
+                await asyncio.wait_for(last_round.wait(), 5)
+            return await seeded(request)
+
+        return await grow_groups(
+            [row()],
+            config=RolloutConfig(expand_rounds=2),
+            environment=CountingWorld(),
+            reward=length_reward,
+            generate=generate,
+            tokens=Letters(),
+            seed=SEED,
+        )
+
+    [group] = asyncio.run(run())
+    assert [len(tree.leaves) for tree in group.trees] == [5, 5]
+
+
 @dataclass
 class Broken(CountingWorld):
     reply: Reply | None = None

@@ -144,51 +144,39 @@ async def ask(search: HttpSearch, *keys: tuple[str, int]) -> list[tuple[Hit, ...
         await search.close()
 
 
-def test_one_call_per_tick_and_topk(server: Server) -> None:
-    """20 queries of topk 2 (of which 5 are equal to others) and 1 of topk 3: two calls."""
-    keys = [(f"q{i % 15}", 2) for i in range(20)] + [("q0", 3)]
+def test_one_call_for_all_that_wait(server: Server) -> None:
+    """20 queries of topk 2, of which 5 are equal to others, and 1 of topk 3: one call for the most hits."""
+    keys = [(f"q{i % 15}", 2) for i in range(20)] + [("q15", 3)]
     found = asyncio.run(ask(client(server), *keys))
     assert [hits[0].title for hits in found] == [query for query, _ in keys]
     assert [len(hits) for hits in found] == [2] * 20 + [3]
     assert found[4][0] == Hit("q4", "about q4", "7", 1.5)
-    assert sorted((len(c["queries"]), c["topk"], c["return_scores"]) for c in server.calls) == [
-        (1, 3, True),
-        (15, 2, True),
-    ]
+    [call] = server.calls
+    assert (len(call["queries"]), call["topk"], call["return_scores"]) == (16, 3, True)
 
 
-def test_batches_are_bounded_and_results_are_kept(server: Server) -> None:
-    async def run() -> None:
-        search = client(server, max_batch=4, cache_size=2)
-        await asyncio.gather(*(search.find(f"q{i}", 1) for i in range(10)))
-        assert sorted(len(c["queries"]) for c in server.calls) == [2, 4, 4]
-        last = list(search._cache)  # the two latest
-        await asyncio.gather(*(search.find(*key) for key in last))
-        assert len(server.calls) == 3
-        await search.find("q10", 1)  # drops the older of the two
-        await search.find(*last[1])
-        assert len(server.calls) == 4
-        await search.find(*last[0])
-        assert len(server.calls) == 5
-        await search.close()
-
-    asyncio.run(run())
+def test_batches_are_bounded(server: Server) -> None:
+    asyncio.run(ask(client(server, max_batch=4), *((f"q{i}", 1) for i in range(10))))
+    assert sorted(len(c["queries"]) for c in server.calls) == [2, 4, 4]
 
 
-def test_equal_queries_under_way_share_a_request(server: Server) -> None:
-    async def run() -> None:
-        search = client(server)
-        server.script = [500]  # so the first request is under way for at least the back-off
-        first = asyncio.create_task(search.find("q", 1))
-        await asyncio.sleep(0.005)
-        second = asyncio.create_task(search.find("q", 1))
-        await asyncio.sleep(0)
-        first.cancel()  # must not take the answer from the second
-        assert (await second)[0].title == "q"
-        await search.close()
+def test_embedded_queries_that_wait_share_a_thread(index: str) -> None:
+    """The answers are those of queries asked alone, and the event loop goes on meanwhile."""
+    search, calls = EmbeddedSearch(index), []
+    answer = search._call
 
-    asyncio.run(run())
-    assert [c["queries"] for c in server.calls] == [["q"], ["q"]]  # the 500 and its retry
+    async def counted(keys: list[tuple[str, int]]) -> list[tuple[Hit, ...]]:
+        calls.append(keys)
+        return await answer(keys)
+
+    search._batcher._call = counted
+    queries = [f"{word} {i}" for i, word in enumerate(["chemist", "Berlin", "fission", "Warsaw"] * 10)]
+
+    async def all_at_once() -> list[tuple[Hit, ...]]:
+        return await asyncio.gather(*(search.find(query, 2) for query in queries))
+
+    assert asyncio.run(all_at_once()) == [search._find(query, 2) for query in queries]
+    assert [len(keys) for keys in calls] == [32, 8]
 
 
 @pytest.mark.parametrize("trouble", [[500], [503, 429, 502], ["hang"], ["drip"]])

@@ -1,8 +1,8 @@
 """Client of a Search-R1 retrieval server: `POST url {"queries", "topk", "return_scores"}`.
 
-All queries of one tick of the event loop travel in one call (one per `topk`, `max_batch` queries at most). A
-call has a time-out, and bounded retries with exponential back-off and jitter for what may pass: no
-connection, time-outs, status 429 and 5xx. Equal queries share one request, and the latest results are kept.
+Queries that wait at the same moment travel in one call (see `batching`), which asks for the largest of their
+`topk`. A call has a time-out, and bounded retries with exponential back-off and jitter for what may pass: no
+connection, time-outs, status 429 and 5xx.
 
 Answers it takes, per query: hits with or without scores (`{"document": {…}, "score"}` or the bare document),
 null, or one string (web servers). A document has `contents` (`"Title"\\ntext`) or `title` and `text`.
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
+from megatron_tree.rollout.tools.batching import Batcher
 from megatron_tree.rollout.tools.search import Hit
 
 Hits = tuple[Hit, ...]
@@ -26,18 +25,6 @@ Key = tuple[str, int]  # query, topk
 
 class SearchError(RuntimeError):
     """The server cannot be reached or answers nonsense; one line naming its address."""
-
-
-@dataclass(slots=True)
-class _PerLoop:
-    """What belongs to one event loop: a run may use several, one after the other."""
-
-    loop: asyncio.AbstractEventLoop
-    client: httpx.AsyncClient
-    gate: asyncio.Semaphore
-    waiting: list[Key] = field(default_factory=list)  # for this tick's flush
-    futures: dict[Key, asyncio.Future[Hits]] = field(default_factory=dict)  # waiting or under way
-    calls: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class HttpSearch:
@@ -75,73 +62,28 @@ class HttpSearch:
         self._retries = retries
         self._backoff_s = backoff_s
         self._max_backoff_s = max_backoff_s
-        self._max_batch = max_batch
-        self._max_calls = max_calls
-        self._cache_size = cache_size
         self._jitter = random.Random(seed)
-        self._cache: OrderedDict[Key, Hits] = OrderedDict()
-        self._state: _PerLoop | None = None
+        self._batcher: Batcher[Key, Hits] = Batcher(
+            self._call, max_batch=max_batch, max_calls=max_calls, cache_size=cache_size
+        )
+        self._client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = None
 
     async def find(self, query: str, topk: int) -> Hits:
         """Raises SearchError once the retries are used up."""
-        key = (query, topk)
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            return self._cache[key]
-        state = self._here()
-        if key not in state.futures:
-            if not state.waiting:
-                state.loop.call_soon(self._flush, state)
-            state.waiting.append(key)
-            state.futures[key] = state.loop.create_future()
-        return await asyncio.shield(
-            state.futures[key]
-        )  # a cancelled asker must not cancel the others' answer
+        return await self._batcher((query, topk))
 
-    def _here(self) -> _PerLoop:
-        loop = asyncio.get_running_loop()
-        if self._state is None or self._state.loop is not loop:
-            client = httpx.AsyncClient(timeout=self._timeout_s)
-            self._state = _PerLoop(loop, client, asyncio.Semaphore(self._max_calls))
-        return self._state
-
-    def _flush(self, state: _PerLoop) -> None:
-        by_topk: dict[int, list[str]] = {}
-        for query, topk in state.waiting:
-            by_topk.setdefault(topk, []).append(query)
-        state.waiting.clear()
-        for topk, queries in by_topk.items():
-            for start in range(0, len(queries), self._max_batch):
-                call = state.loop.create_task(
-                    self._call(state, queries[start : start + self._max_batch], topk)
-                )
-                state.calls.add(call)
-                call.add_done_callback(state.calls.discard)
-
-    async def _call(self, state: _PerLoop, queries: list[str], topk: int) -> None:
-        """One batch: its futures get their hits or the error."""
-        futures = [state.futures[query, topk] for query in queries]
+    async def _call(self, keys: list[Key]) -> list[Hits]:
+        most = max(topk for _, topk in keys)
         try:
-            async with state.gate:
-                results = parse_results(await self._post(state.client, queries, topk), len(queries), topk)
-        except (SearchError, ValueError) as error:
-            failure = (
-                error if isinstance(error, SearchError) else SearchError(f"search server {self.url}: {error}")
-            )
-            for future in futures:
-                future.set_exception(failure)
-                future.exception()  # read here: every asker may have been cancelled
-        else:
-            for query, future, hits in zip(queries, futures, results, strict=True):
-                future.set_result(hits)
-                self._remember((query, topk), hits)
-        finally:
-            for query, future in zip(queries, futures, strict=True):
-                del state.futures[query, topk]
-                future.cancel()  # no effect on one that is done
+            answer = await self._post([query for query, _ in keys], most)
+            results = parse_results(answer, len(keys), most)
+        except ValueError as error:
+            raise SearchError(f"search server {self.url}: {error}") from error
+        return [hits[:topk] for hits, (_, topk) in zip(results, keys, strict=True)]
 
-    async def _post(self, client: httpx.AsyncClient, queries: list[str], topk: int) -> object:
+    async def _post(self, queries: list[str], topk: int) -> object:
         """The answer's JSON, after retries. Raises SearchError, and ValueError where it is no JSON."""
+        client = self._client_here()
         body = {"queries": queries, "topk": topk, "return_scores": True}
         for attempt in range(self._retries + 1):
             if attempt:
@@ -162,10 +104,12 @@ class HttpSearch:
             f"search server {self.url}: {failure} after {attempt + 1} tries of {self._timeout_s:g} s"
         )
 
-    def _remember(self, key: Key, hits: Hits) -> None:
-        self._cache[key] = hits
-        while len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
+    def _client_here(self) -> httpx.AsyncClient:
+        """A client belongs to one event loop: a run may use several, one after the other."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._client[0] is not loop:
+            self._client = loop, httpx.AsyncClient(timeout=self._timeout_s)
+        return self._client[1]
 
     async def check(self) -> None:
         try:
@@ -174,12 +118,10 @@ class HttpSearch:
             raise ValueError(f"search.url: must be a Search-R1 server that answers: {error}") from error
 
     async def close(self) -> None:
-        if self._state is not None and self._state.loop is asyncio.get_running_loop():
-            for call in list(self._state.calls):
-                call.cancel()
-            await asyncio.gather(*self._state.calls, return_exceptions=True)
-            await self._state.client.aclose()
-        self._state = None
+        await self._batcher.close()
+        if self._client is not None and self._client[0] is asyncio.get_running_loop():
+            await self._client[1].aclose()
+        self._client = None
 
 
 def parse_results(answer: object, num_queries: int, topk: int) -> list[Hits]:

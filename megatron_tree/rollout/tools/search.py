@@ -1,12 +1,13 @@
 """What a search is, and one that runs in this process: BM25 over a folder built by `build_index` (tantivy).
 
 Title and text are separate fields, stemmed for English, without a boost for the title. Queries are words:
-punctuation and operators mean nothing. `http` holds the client of a search server.
+punctuation and operators mean nothing. Queries that wait at the same moment are answered together, in a
+thread of their own: tantivy lets the event loop run meanwhile. `http` holds the client of a search server.
 """
 
 from __future__ import annotations
 
-import functools
+import asyncio
 import json
 import re
 import shutil
@@ -16,8 +17,11 @@ from typing import Any, Protocol
 
 import tantivy
 
+from megatron_tree.rollout.tools.batching import Batcher
+
 _FIELDS = ("title", "text")
 _WRITER_BYTES = 64 << 20
+_MAX_BATCH = 32  # queries, of a millisecond each: the first should not wait long for the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +102,15 @@ class EmbeddedSearch:
         self._searcher = self._index.searcher()
         if self._searcher.num_docs == 0:
             raise ValueError(f"search.index: must hold at least one passage, got none in {index}")
-        self._cached = functools.lru_cache(maxsize=cache_size)(self._find)
+        self._batcher: Batcher[tuple[str, int], tuple[Hit, ...]] = Batcher(
+            self._call, max_batch=_MAX_BATCH, max_calls=1, cache_size=cache_size
+        )
 
     async def find(self, query: str, topk: int) -> tuple[Hit, ...]:
-        return self._cached(query, topk)
+        return await self._batcher((query, topk))
+
+    async def _call(self, keys: list[tuple[str, int]]) -> list[tuple[Hit, ...]]:
+        return await asyncio.to_thread(lambda: [self._find(*key) for key in keys])
 
     def _find(self, query: str, topk: int) -> tuple[Hit, ...]:
         words = re.sub(r"[\W_]+", " ", query).lower().strip()  # lower case: AND, OR, NOT, IN are operators
@@ -118,4 +127,4 @@ class EmbeddedSearch:
         """Opening it was the check."""
 
     async def close(self) -> None:
-        self._cached.cache_clear()
+        await self._batcher.close()
