@@ -259,6 +259,12 @@ class Config(Section):
                 "train.micro_batch_tokens: must hold the longest path, data.max_prompt_tokens + "
                 f"rollout.max_path_tokens = {longest}, got {self.train.micro_batch_tokens}"
             )
+        multiple = self.train.parallel.token_multiple
+        if self.train.micro_batch_tokens % multiple:
+            raise ValueError(
+                f"train.micro_batch_tokens: must be a multiple of {multiple} (tp under sequence parallelism, "
+                f"times 2 * cp), got {self.train.micro_batch_tokens}"
+            )
         if self.rollout.prompts % self.train.mini_batches:
             raise ValueError(
                 f"train.mini_batches: must divide rollout.prompts {self.rollout.prompts}, "

@@ -396,12 +396,14 @@ class Session:
         config = self.config
         return RankSetup(
             model_path=config.model.path,
-            layout=self.layout,
+            parallel=config.train.parallel,
             dtype=config.model.dtype,
             temperature=config.rollout.temperature,
             algo=config.algo,
             collective_timeout_s=config.train.collective_timeout_s,
             num_threads=max(1, (os.cpu_count() or 1) // self.layout.world_size),
+            recompute=config.train.recompute,
+            attention=config.train.attention,
         )
 
     @property
@@ -409,8 +411,9 @@ class Session:
         return batching.PackingSpec(
             dp=self.layout.dp,
             micro_batch_tokens=self.config.train.micro_batch_tokens,
-            pad_to=1,  # a multiple is asked for by sequence and context parallelism only
+            pad_to=self.config.train.parallel.token_multiple,
             hidden_size=self.shape.hidden,
+            count_multiple=self.layout.pp if self.layout.vpp > 1 else 1,
         )
 
 

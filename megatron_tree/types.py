@@ -132,8 +132,8 @@ class MicroBatch:
     b c.
     """
 
-    input_ids: IndexArray  # [S]
-    position_ids: IndexArray  # [S] depth from the tree's root, not the packed index
+    input_ids: IndexArray  # [S], or [S / cp] of a context-parallel rank's share (`algo.context`)
+    position_ids: IndexArray  # as long; depth from the tree's root, not the packed index
     subtree_end: IndexArray  # [S] packed index just past the subtree of the token's node
     predict_from: IndexArray  # [T] packed index whose hidden state predicts the token
     target_ids: IndexArray  # [T]

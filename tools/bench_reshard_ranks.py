@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -30,8 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_tree.config import AlgoConfig
-from megatron_tree.layout import ParallelLayout
+from megatron_tree.config import AlgoConfig, ParallelConfig
 from megatron_tree.reshard import digest, image, plan
 from megatron_tree.train.group import RankSetup
 from megatron_tree.types import Update
@@ -40,7 +40,9 @@ from tools.bench_reshard_engine import Figures, first_answer
 if TYPE_CHECKING:
     from megatron_tree.train.rank import TrainRank
 
-LAYOUT = ParallelLayout(tp=2, pp=2)
+PARALLEL = ParallelConfig(tp=2, pp=2)
+LAYOUT = PARALLEL.layout
+ALONE = ParallelConfig()
 REPEATS = 5
 SCALE = 1.25  # published weights are the model's times this, exactly: nobody passes with the old ones
 
@@ -69,12 +71,12 @@ def _rank(rank: int, port: int, model: Path, shared: Path, profile: bool, answer
     from megatron_tree.train.rank import TrainRank, stop_megatron
 
     try:
-        setup = RankSetup(str(model), LAYOUT, "fp32", 1.0, AlgoConfig(), 600.0, 1)
+        setup = RankSetup(str(model), PARALLEL, "fp32", 1.0, AlgoConfig(), 600.0, 1)
         trainer = TrainRank(rank, setup)
         trainer._store = dist.TCPStore("127.0.0.1", port, is_master=False)
         trainer.start(("", 0), str(model))
         with torch.no_grad(), trainer._in("bench"):
-            for param in trainer.model.parameters():
+            for param in trainer.actor[0].parameters():
                 param.mul_(SCALE)
             answer = Bench(trainer, model, shared, profile).run()
         if rank == 0:
@@ -91,7 +93,7 @@ class Bench:
     def __init__(self, trainer: TrainRank, model: Path, shared: Path, profile: bool) -> None:
         self._trainer, self._rank, self._shared, self._profile = trainer, trainer.rank, shared, profile
         self._source = image.readable(model / "model.safetensors")
-        self._params = dict(trainer.model.named_parameters())
+        self._params = dict(trainer.actor[0].named_parameters())
         self._version = 0
 
     def run(self) -> tuple[Figures, list[Update]]:
@@ -177,7 +179,7 @@ class Bench:
             if self._rank in owners:
                 shard = self._params[param].data
                 shards = [torch.empty_like(shard) for _ in owners] if self._rank == owners[0] else None
-                dist.gather(shard, shards, dst=owners[0], group=self._trainer.model.pg_collection.tp)
+                dist.gather(shard, shards, dst=owners[0], group=self._trainer.actor[0].pg_collection.tp)
             if self._rank in (0, owners[0]):
                 self.hand_over(param, owners, shards if self._rank == owners[0] else [], target)
 
@@ -215,7 +217,7 @@ class Bench:
         except ImportError as error:
             return {"megatron_resharding_seconds": None, "notes": f"megatron.core.resharding: {error}"}
         target, service = self.whole_model(), _gloo_service()
-        source = self._trainer.model
+        source = self._trainer.actor[0]
         for name, param in (*self._params.items(), *target.named_parameters()):
             if name.endswith("linear_fc1.weight"):
                 param.partition_stride = 2  # gate and up are cut each: its planner must know
@@ -224,7 +226,7 @@ class Bench:
         ]
         if self._rank == 0:
             found = dict(target.named_parameters())
-            for copy in plan.held(self._trainer.shape, ParallelLayout(), 0):
+            for copy in plan.held(self._trainer.shape, ALONE.layout, 0):
                 wanted = self._source[copy.tensor][copy.tensor_index] * SCALE
                 if not torch.equal(found[copy.param][copy.param_index], wanted):
                     raise AssertionError(f"Megatron's resharding: {copy.param} is not {copy.tensor}")
@@ -243,9 +245,9 @@ class Bench:
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel()
         if self._rank == 0:
-            return build(self._trainer.shape, ParallelLayout(), 0, torch.float32, 1.0)
+            return build(self._trainer.shape, replace(self._trainer.setup, parallel=ALONE), 0)[0]
         empty = torch.nn.Module()
-        empty.pg_collection = self._trainer.model.pg_collection
+        empty.pg_collection = self._trainer.actor[0].pg_collection
         return empty
 
     def compare(self, path: str) -> None:

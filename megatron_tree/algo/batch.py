@@ -3,7 +3,8 @@
 `step_batch` trains, `scoring_batch` only reads log-probs, `sft_batch` imitates. Invariants, asserted in the
 test under these words:
 
-1. Every DP rank has the same number of micro-batches; where pieces run out, fillers (T = 0) stand in.
+1. Every DP rank has the same number of micro-batches, a multiple of `count_multiple`; where pieces run out,
+   fillers (T = 0) stand in.
 2. No micro-batch holds more than `micro_batch_tokens` tokens, padding (fewer than `pad_to`) apart.
 3. The split changes no weight: sums over all micro-batches do not depend on dp, the budget or the padding.
 """
@@ -83,15 +84,16 @@ def sft_batch(trees: Sequence[Tree], spec: PackingSpec) -> tuple[StepBatch, Metr
 def partition(pieces: Sequence[Piece], spec: PackingSpec) -> Assignment:
     """Spreads pieces over ranks and micro-batches, longest processing time first.
 
-    The number of micro-batches is that of first-fit-decreasing by tokens, rounded up to dp; where balancing
-    by cost needs more, it grows by steps of a sixteenth, and it always ends: with one bin per piece
-    everything fits.
+    The number of micro-batches is that of first-fit-decreasing by tokens, rounded up to dp * count_multiple;
+    where balancing by cost needs more, it grows by steps of a sixteenth, and it always ends: with one bin per
+    piece everything fits.
     """
     sizes = np.array([piece.num_tokens for piece in pieces], dtype=np.int64)
     costs = np.array([cost(piece, spec.hidden_size) for piece in pieces])
-    bins = spec.dp * max(1, -(-_first_fit(sizes, spec.micro_batch_tokens) // spec.dp))
+    unit = spec.dp * spec.count_multiple
+    bins = unit * max(1, -(-_first_fit(sizes, spec.micro_batch_tokens) // unit))
     while (chosen := _longest_first(sizes, costs, bins, spec.micro_batch_tokens)) is None:
-        bins += spec.dp * max(1, bins // (16 * spec.dp))
+        bins += unit * max(1, bins // (16 * unit))
     contents: list[list[Piece]] = [[] for _ in range(bins)]
     for piece, into in zip(pieces, chosen, strict=True):
         contents[into].append(piece)

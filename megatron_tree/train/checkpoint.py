@@ -7,6 +7,7 @@ when to save, which one is the latest, and the driver's own state (`session`, `r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ class Saver:
     def __init__(self) -> None:
         self._queue = AsyncCallsQueue(persistent=False)  # the persistent caller hangs without a GPU
 
-    def begin(self, folder: Path, model: TreeGPTModel, optimizer: MegatronOptimizer, step_index: int) -> None:
+    def begin(
+        self, folder: Path, chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimizer, step_index: int
+    ) -> None:
         """Starts writing into a folder that exists and is empty; the model may change from here on."""
-        state = _state(model, optimizer, is_loading=False)
+        state = _state(chunks, optimizer, is_loading=False)
         state["step_index"] = step_index
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         self._queue.schedule_async_request(request)
@@ -40,17 +43,19 @@ class Saver:
         return self._queue.get_num_unfinalized_calls() == 0
 
 
-def load(folder: Path, model: TreeGPTModel, optimizer: MegatronOptimizer) -> int:
+def load(folder: Path, chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimizer) -> int:
     """Collective. Fills model and optimizer; returns the step of the schedule."""
-    state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(folder))
-    model.load_state_dict(state["model"])
+    state = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{index}"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step_index"])
 
 
-def _state(model: TreeGPTModel, optimizer: MegatronOptimizer, *, is_loading: bool) -> dict[str, Any]:
-    sharded = model.sharded_state_dict(metadata=_METADATA)
-    return {
-        "model": sharded,
-        "optimizer": optimizer.sharded_state_dict(sharded, is_loading=is_loading, metadata=_METADATA),
-    }
+def _state(
+    chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
+    """Tensors are stored under names that count layers over the whole model; the keys here are the rank's."""
+    models = {f"model{i}": chunk.sharded_state_dict(metadata=_METADATA) for i, chunk in enumerate(chunks)}
+    shards = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_METADATA)
+    return models | {"optimizer": shards}

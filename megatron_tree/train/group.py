@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from megatron_tree.config import AlgoConfig, OptimizerConfig, TrainConfig
+from megatron_tree.algo import context
+from megatron_tree.config import AlgoConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.metrics import Metrics, merge
 from megatron_tree.types import RunFailed, StepBatch, Update
@@ -38,17 +39,23 @@ class RankSetup:
     """What every rank of a group is told."""
 
     model_path: str
-    layout: ParallelLayout
+    parallel: ParallelConfig
     dtype: Literal["fp32", "bf16"]
     temperature: float  # of the rollouts: log-probs are those of the sampled distribution
     algo: AlgoConfig
     collective_timeout_s: float
     num_threads: int  # of torch, on a CPU
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    attention: Literal["auto", "node", "flex", "varlen"] = "auto"
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return self.parallel.layout
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    metrics: Metrics  # of one rank's dp index, empty off the last stage; of all ranks when the group answers
+    metrics: Metrics  # of one rank's share, empty off the last stage; of all ranks when the group answers
     grad_norm: float  # before clipping, over the whole model
     learning_rate: float
     skipped: bool  # non-finite loss or gradient: no rank stepped
@@ -102,7 +109,7 @@ class TrainerGroup:
     async def score(self, batch: StepBatch, which: Literal["actor", "reference"]) -> list[list[np.ndarray]]:
         """Log-probs `[dp][num_microbatches]` of `[T]`."""
         results = await self._all("score", self._shares(batch), which)
-        return [results[rank] for rank in self._layout.output_ranks()]
+        return context.join(batch, [results[rank] for rank in self._layout.output_ranks()], self._layout)
 
     async def train(self, batch: StepBatch, objective: Objective) -> StepResult:
         """One optimizer step; the metrics are those of all ranks, reduced."""
@@ -139,9 +146,15 @@ class TrainerGroup:
         await self._all("load", folder)
 
     def _shares(self, batch: StepBatch) -> _PerRank:
+        """Each rank gets its own tokens only; ranks of equal dp and cp get the same."""
         assert len(batch) == self._layout.dp, "one list of micro-batches per dp rank"
-        shared = [self._transport.put(micro_batches) for micro_batches in batch]
-        return _PerRank([shared[self._layout.coordinates(rank).dp] for rank in self._layout.ranks()])
+        shared = {
+            (dp, cp): self._transport.put(micro_batches)
+            for dp, by_context in enumerate(context.split(batch, self._layout))
+            for cp, micro_batches in enumerate(by_context)
+        }
+        places = (self._layout.coordinates(rank) for rank in self._layout.ranks())
+        return _PerRank([shared[at.dp, at.cp] for at in places])
 
     async def _all(
         self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout: float | None = None

@@ -2,8 +2,8 @@
 
 `TreeGPTModel` overrides two methods: `_preprocess` (rotary embedding by depth in the tree, not by packed
 index) and `_postprocess` (hidden states gathered at `predict_from` before the output layer, so the head runs
-on trained tokens only; it returns their log-probs). Not here: optimizer and schedule (`step`), weights
-(`reshard`).
+on trained tokens only; it returns their log-probs). A rank holds one model, or with virtual stages one per
+chunk. Not here: optimizer and schedule (`step`), weights (`reshard`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region, vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,10 +31,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_tree.layout import ParallelLayout
+from megatron_tree.config import RecomputeConfig
 from megatron_tree.reshard.names import ModelShape, RopeScaling
 from megatron_tree.train import on_cpu
 from megatron_tree.train.attention import TreeAttention
+from megatron_tree.train.group import RankSetup
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RMSNorm(torch.nn.Module):
@@ -56,27 +59,36 @@ class RMSNorm(torch.nn.Module):
 class TreeGPTModel(GPTModel):
     """GPTModel on one packed micro-batch at a time.
 
-    forward(input_ids [1, S], position_ids [1, S], attention_mask = subtree_end [S],
+    forward(input_ids [1, S / cp], position_ids [1, S / cp], attention_mask = subtree_end [S],
     labels = stack(predict_from, target_ids) [2, T]) returns log-probs [T] in fp32 on the last stage, the
-    hidden states [S, 1, hidden] on the others.
+    hidden states [S / cp, 1, hidden], under sequence parallelism [S / cp / tp, 1, hidden], on the others.
+    T counts the tokens that this context-parallel rank predicts.
     """
 
     def __init__(self, shape: ModelShape, *, temperature: float, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
+        super().__init__(position_embedding_type="none", **kwargs)
+        self.rotary_frequencies = rotary_frequencies(shape)
         self.real_vocab = shape.vocab
         self.temperature = temperature
+        if self.post_process:  # its input is gathered before the trained tokens are picked
+            self.output_layer.sequence_parallel = False
 
     def _preprocess(
         self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
         decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
-        table = self.rotary_pos_emb.get_emb(int(position_ids.max()) + 1)
-        return (decoder_input, table[position_ids[0]], *rest)
+        angles = position_ids[0].float().unsqueeze(1) * self.rotary_frequencies.to(position_ids.device)
+        return (decoder_input, torch.cat([angles, angles], dim=1)[:, None, None], *rest)
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Tensor, **_: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
         predict_from, target_ids = labels
+        if self.config.sequence_parallel:
+            # the output layer sums the gradient of its input over tensor-parallel ranks: here it is only cut
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
         weight = (
             self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         )
@@ -95,10 +107,11 @@ class TreeGPTModel(GPTModel):
         return logits.masked_fill(padding, float("-inf"))
 
 
-def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(shape: ModelShape, setup: RankSetup) -> TransformerConfig:
     """Megatron's config of one model. Without fusions that need Apex or Transformer Engine; without
     dropout."""
-    cpu = on_cpu.use_cpu()
+    cpu, layout, dtype = on_cpu.use_cpu(), setup.layout, DTYPES[setup.dtype]
+    interleaved = layout.vpp > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
@@ -117,6 +130,13 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if interleaved else None,
+        pipeline_model_parallel_layout=(
+            layout.pipeline_layout(shape.num_layers) if layout.stage_split is not None else None
+        ),
+        context_parallel_size=layout.cp,
+        sequence_parallel=setup.parallel.sequence_parallel,
+        **_recompute(setup.recompute),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -132,7 +152,22 @@ def transformer_config(shape: ModelShape, layout: ParallelLayout, dtype: torch.d
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it, for dense models too
         deallocate_pipeline_outputs=not cpu,  # gloo sends may still read the buffer
+        # between two interleaved stages two messages are under way, which a batch would mix up, silently
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
     )
+
+
+def _recompute(config: RecomputeConfig) -> dict[str, Any]:
+    if config.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": config.layers,
+        }
+    if config.granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(config.modules)}
+    return {}
 
 
 def layer_spec(shape: ModelShape) -> ModuleSpec:
@@ -163,33 +198,43 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
     )
 
 
-def build(
-    shape: ModelShape, layout: ParallelLayout, rank: int, dtype: torch.dtype, temperature: float
+def build(shape: ModelShape, setup: RankSetup, rank: int) -> list[TreeGPTModel]:
+    """This rank's model chunks, their weights zero (norms one) until they are loaded."""
+    layout = setup.layout
+    config, stage = transformer_config(shape, setup), layout.coordinates(rank).pp
+    return [_build_chunk(shape, setup, config, stage, chunk) for chunk in range(layout.vpp)]
+
+
+def _build_chunk(
+    shape: ModelShape, setup: RankSetup, config: TransformerConfig, stage: int, chunk: int
 ) -> TreeGPTModel:
-    """This rank's stage of the model, its weights zero (norms one) until they are loaded."""
-    stage = layout.coordinates(rank).pp
-    num_layers = len(layout.stage_layers(shape.num_layers, stage))
+    layout = setup.layout
+    num_layers = len(layout.stage_layers(shape.num_layers, stage, chunk))
     model = TreeGPTModel(
         shape,
-        temperature=temperature,
-        config=transformer_config(shape, layout, dtype),
+        temperature=setup.temperature,
+        config=config,
         transformer_layer_spec=TransformerBlockSubmodules([layer_spec(shape)] * num_layers, RMSNorm),
         vocab_size=shape.padded_vocab(layout.tp),
         max_sequence_length=shape.max_positions,
-        pre_process=stage == 0,
-        post_process=stage == layout.pp - 1,
+        pre_process=layout.has_embedding(stage, chunk),
+        post_process=layout.has_head(stage, chunk),
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        vp_stage=chunk if layout.vpp > 1 else None,
     )
-    if shape.rope_scaling is not None:
-        model.rotary_pos_emb.inv_freq = scaled(model.rotary_pos_emb.inv_freq, shape.rope_scaling)
     _mark_split_weights(model)
     with torch.no_grad():
         for name, param in model.named_parameters():
             if not name.endswith("layernorm.weight"):
                 param.zero_()  # uninitialised memory may hold NaN, and vocabulary padding is never loaded
     return model if on_cpu.use_cpu() else model.cuda()
+
+
+def rotary_frequencies(shape: ModelShape) -> Tensor:
+    """[head_dim / 2] fp32, of one turn per 2 pi tokens and slower."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
+    frequencies = 1.0 / shape.rope_theta**exponents
+    return frequencies if shape.rope_scaling is None else scaled(frequencies, shape.rope_scaling)
 
 
 def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -28,13 +28,12 @@ from megatron_tree.layout import ParallelLayout
 from megatron_tree.metrics import Metrics
 from megatron_tree.reshard import digest, image, plan
 from megatron_tree.reshard.names import check_model, read_shape
+from megatron_tree.reshard.plan import SliceCopy
 from megatron_tree.reshard.publish import Slots
 from megatron_tree.train import checkpoint, on_cpu, step
 from megatron_tree.train.group import Objective, RankSetup, StepResult
-from megatron_tree.train.model import TreeGPTModel, build
+from megatron_tree.train.model import DTYPES, TreeGPTModel, build
 from megatron_tree.types import MicroBatch, Update
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class TrainRank:
@@ -47,7 +46,7 @@ class TrainRank:
         self._slots: Slots | None = None
         self._maps = image.Maps(writable=True)
         self._saver = checkpoint.Saver()
-        self.reference: TreeGPTModel | None = None
+        self.reference: list[TreeGPTModel] | None = None
         self.optimizer: MegatronOptimizer | None = None
 
     def phase(self) -> str:
@@ -76,9 +75,10 @@ class TrainRank:
             start_megatron(self.rank, self.layout, store, self._timeout, self.setup.num_threads)
             self.shape = read_shape(self.setup.model_path)
             check_model(self.shape, self.layout)
-            self.model = self._build()
-            self._load(self.model, weights)
-            self.wrapped = step.wrap(self.model)
+            self.actor = self._build()
+            self._load(self.actor, weights)
+            distributed = self.setup.parallel.distributed_optimizer
+            self.wrapped = step.wrap(self.actor, distributed_optimizer=distributed)
 
     def stop(self) -> None:
         """Leaves the process group and removes this run's images."""
@@ -90,11 +90,11 @@ class TrainRank:
         """Freezes the actor as it is now, or the weights of a Hugging Face folder, as the reference model."""
         with self._in("take_reference"), torch.no_grad():
             if self.reference is None:
-                self.reference = self._build().requires_grad_(False)
+                self.reference = [chunk.requires_grad_(False) for chunk in self._build()]
             if weights is not None:
                 self._load(self.reference, weights)
                 return
-            for mine, actor in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+            for mine, actor in zip(_parameters(self.reference), _parameters(self.actor), strict=True):
                 mine.copy_(actor)
 
     def begin(self, optimizer: OptimizerConfig, total_steps: int) -> None:
@@ -109,9 +109,9 @@ class TrainRank:
         """Log-probs [T] of each micro-batch under the actor or the reference; None off the reporting
         ranks."""
         with self._in(f"score {which}"):
-            model = self.model if which == "actor" else self.reference
-            assert model is not None, "the reference model was not taken"
-            logprobs = step.forward_only(model, batches)
+            chunks = self.actor if which == "actor" else self.reference
+            assert chunks is not None, "the reference model was not taken"
+            logprobs = step.forward_only(chunks, batches)
             return logprobs if self._reports() else None
 
     def train(self, batches: Sequence[MicroBatch], objective: Objective) -> StepResult:
@@ -144,7 +144,11 @@ class TrainRank:
             owned = plan.owned(self.shape, self.layout, self.rank)
             path = Path(update.image)
             slot = self._maps.tensors(path)
-            written = digest.write_slices(slot, dict(self.model.named_parameters()), owned)
+            written = [
+                piece
+                for params, copies in by_chunk(self.actor, owned)
+                for piece in digest.write_slices(slot, params, copies)
+            ]
             digest.save(path, update.version, self.rank, written)
 
     def refused(self, update: Update, reason: str) -> None:
@@ -157,7 +161,8 @@ class TrainRank:
         """Writes this rank's own slices into an exported image; returns the bytes."""
         with self._in("write_slices"), torch.no_grad():
             owned = plan.owned(self.shape, self.layout, self.rank)
-            return image.write_slices(image.writable(Path(path)), dict(self.model.named_parameters()), owned)
+            views = image.writable(Path(path))
+            return sum(image.write_slices(views, *part) for part in by_chunk(self.actor, owned))
 
     def create_export(self, folder: str) -> str:
         """Rank 0 makes a Hugging Face folder aside, with everything but the weights."""
@@ -184,7 +189,7 @@ class TrainRank:
             if self.rank == 0:
                 Path(folder).mkdir(parents=True)
             dist.barrier()
-            self._saver.begin(Path(folder), self.model, self.optimizer, self.step_index)
+            self._saver.begin(Path(folder), self.actor, self.optimizer, self.step_index)
 
     def saved(self, blocking: bool) -> bool:
         """Whether every save that began is whole."""
@@ -194,22 +199,21 @@ class TrainRank:
     def load(self, folder: str) -> None:
         with self._in("load"):
             assert self.optimizer is not None, "begin comes first"
-            self.step_index = checkpoint.load(Path(folder), self.model, self.optimizer)
+            self.step_index = checkpoint.load(Path(folder), self.actor, self.optimizer)
 
-    def _build(self) -> TreeGPTModel:
-        dtype = DTYPES[self.setup.dtype]
-        model = build(self.shape, self.layout, self.rank, dtype, self.setup.temperature)
-        names = [name for name, _ in model.named_parameters()]
-        assert set(names) == set(plan.params(self.shape, self.layout, self.rank)), (
-            "the plan names other parameters"
-        )
-        return model
+    def _build(self) -> list[TreeGPTModel]:
+        chunks = build(self.shape, self.setup, self.rank)
+        for index, chunk in enumerate(chunks):
+            names = {name for name, _ in chunk.named_parameters()}
+            planned = plan.params(self.shape, self.layout, self.rank, index)
+            assert names == set(planned), "the plan names other parameters"
+        return chunks
 
-    def _load(self, model: TreeGPTModel, folder: str) -> None:
+    def _load(self, chunks: Sequence[TreeGPTModel], folder: str) -> None:
         weights = image.Folder(folder)
         weights.check(self.shape)
-        copies = plan.held(self.shape, self.layout, self.rank)
-        image.load_slices(weights, dict(model.named_parameters()), copies)
+        for params, copies in by_chunk(chunks, plan.held(self.shape, self.layout, self.rank)):
+            image.load_slices(weights, params, copies)
 
     def _loss(self, objective: Objective) -> step.Loss:
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
@@ -237,6 +241,18 @@ class TrainRank:
         self._phase = f"idle after {phase}"
 
 
+def _parameters(chunks: Sequence[TreeGPTModel]) -> Iterator[torch.nn.Parameter]:
+    return (param for chunk in chunks for param in chunk.parameters())
+
+
+def by_chunk(
+    chunks: Sequence[TreeGPTModel], copies: Sequence[SliceCopy]
+) -> Iterator[tuple[dict[str, torch.Tensor], list[SliceCopy]]]:
+    """Parameters by name and the slices that concern them: names repeat from chunk to chunk."""
+    for index, chunk in enumerate(chunks):
+        yield dict(chunk.named_parameters()), [copy for copy in copies if copy.chunk == index]
+
+
 def start_megatron(
     rank: int, layout: ParallelLayout, store: dist.Store, timeout: timedelta, num_threads: int
 ) -> None:
@@ -254,6 +270,7 @@ def start_megatron(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         context_parallel_size=layout.cp,
         distributed_timeout_minutes=timeout.total_seconds() / 60,
     )

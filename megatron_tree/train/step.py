@@ -51,18 +51,21 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     return config.min_lr + (config.lr - config.min_lr) * left
 
 
-def wrap(model: TreeGPTModel) -> DistributedDataParallel:
-    """Gradient buffers in fp32, summed (not averaged) over data-parallel ranks."""
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
-    wrapped = DistributedDataParallel(model.config, ddp, model)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    return wrapped
+def wrap(chunks: Sequence[TreeGPTModel], *, distributed_optimizer: bool) -> list[DistributedDataParallel]:
+    """Gradient buffers in fp32, summed (not averaged) over data- and context-parallel ranks."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+    )
+    chunks[0].config.finalize_model_grads_func = finalize_model_grads  # one config for all chunks
+    return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
 
 
-def make_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> MegatronOptimizer:
-    """Megatron's AdamW. Norms and biases do not decay (Megatron's rule, which its own scheduler, not used
-    here, applies)."""
-    dtype = model.config.params_dtype
+def make_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
+    """Megatron's AdamW, distributed where the gradient buffers are. Norms and biases do not decay (Megatron's
+    rule, which its own scheduler, not used here, applies)."""
+    dtype = chunks[0].config.params_dtype
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -75,27 +78,32 @@ def make_optimizer(model: DistributedDataParallel, config: OptimizerConfig) -> M
             clip_grad=config.clip_grad,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
+            use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         ),
-        [model],
+        list(chunks),
     )
     for group in optimizer.param_groups:
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     return optimizer
 
 
-def forward_only(model: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[np.ndarray] | None:
+def forward_only(chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch]) -> list[np.ndarray] | None:
     """Log-probs [T] of each micro-batch, on the last stage; None on the others."""
-    model.eval()
+    for chunk in chunks:
+        chunk.eval()
     with torch.no_grad():
-        outputs = _pipeline(model, batches, _keep_logprobs, forward_only=True)
+        outputs = _pipeline(chunks, batches, _keep_logprobs, forward_only=True)
     return outputs or None
 
 
-def forward_backward(model: DistributedDataParallel, batches: Sequence[MicroBatch], loss: Loss) -> Metrics:
+def forward_backward(
+    chunks: Sequence[DistributedDataParallel], batches: Sequence[MicroBatch], loss: Loss
+) -> Metrics:
     """Accumulates this step's gradients in the buffers; returns the metrics of the last stage, merged."""
-    model.train()
-    model.zero_grad_buffer()
-    return merge(_pipeline(model, batches, partial(_lossy, loss), forward_only=False))
+    for chunk in chunks:
+        chunk.train()
+        chunk.zero_grad_buffer()
+    return merge(_pipeline(chunks, batches, partial(_lossy, loss), forward_only=False))
 
 
 def apply_gradients(
@@ -118,7 +126,7 @@ def apply_gradients(
 
 
 def _pipeline(
-    model: torch.nn.Module,
+    chunks: Sequence[torch.nn.Module],
     batches: Sequence[MicroBatch],
     on_output: Callable[..., Any],
     *,
@@ -150,8 +158,8 @@ def _pipeline(
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
+        data_iterator=[iter(batches) for _ in chunks],
+        model=list(chunks),
         num_microbatches=len(batches),
         seq_length=batches[0].num_tokens,  # the real length travels with each tensor
         micro_batch_size=1,

@@ -12,6 +12,7 @@ import multiprocessing
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from dataclasses import fields as fields_of
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,11 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_tree.config import AlgoConfig
+from megatron_tree.algo import context
+from megatron_tree.config import AlgoConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.train.group import Objective, RankSetup
-from megatron_tree.train.rank import TrainRank
-from megatron_tree.types import StepBatch
+from megatron_tree.train.rank import TrainRank, by_chunk
+from megatron_tree.types import MicroBatch, StepBatch
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,21 @@ class Case:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     temperature: float = 1.0
     then: Callable[[TrainRank, Case, Path], None] | None = None  # what a rank does instead
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+
+    @property
+    def setup(self) -> RankSetup:
+        layout = {field.name: getattr(self.layout, field.name) for field in fields_of(self.layout)}
+        parallel = ParallelConfig(
+            **layout,
+            sequence_parallel=self.sequence_parallel,
+            distributed_optimizer=self.distributed_optimizer,
+        )
+        return RankSetup(
+            str(self.model), parallel, "fp32", self.temperature, self.algo, 120.0, 1, self.recompute
+        )
 
 
 def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
@@ -72,37 +89,52 @@ def _rank(rank: int, port: int, cases: list[Case], out: Path, errors: multiproce
 
 
 def _run_case(rank: int, case: Case, store: dist.Store, out: Path) -> None:
-    setup = RankSetup(str(case.model), case.layout, "fp32", case.temperature, case.algo, 120.0, 1)
-    trainer = TrainRank(rank, setup)
+    trainer = TrainRank(rank, case.setup)
     trainer._store = store
     trainer.start(("", 0), str(case.model))
     out.mkdir(parents=True, exist_ok=True)
-    dp = case.layout.coordinates(rank).dp
+    at = case.layout.coordinates(rank)
+    share = context.split(case.batch, case.layout)[at.dp][at.cp]
     if case.then is not None:
         with trainer._in("test"):
             case.then(trainer, case, out)
     elif case.objective is None:
-        logprobs = trainer.score(case.batch[dp], "actor")
+        logprobs = trainer.score(share, "actor")
         for index, values in enumerate(logprobs or []):
-            np.save(out / f"logprobs_{dp}_{index}.npy", values)
+            np.save(out / f"logprobs_{at.dp}_{index}.npy", values)
     else:
-        _save_gradients(trainer, case, dp, out)
+        _save_gradients(trainer, case, share, out)
     trainer.stop()
 
 
-def _save_gradients(trainer: TrainRank, case: Case, dp: int, out: Path) -> None:
+def _save_gradients(trainer: TrainRank, case: Case, share: list[MicroBatch], out: Path) -> None:
     from megatron_tree.reshard import image, plan
 
+    trainer.begin(OptimizerConfig(), 1)
     with trainer._in("test"):
-        metrics = trainer.accumulate(case.batch[dp], case.objective)
+        metrics = trainer.accumulate(share, case.objective)
+        trainer.optimizer.prepare_grads()
+        (out / f"norm_{trainer.rank}.txt").write_text(repr(float(trainer.optimizer.get_grad_norm())))
+        if case.distributed_optimizer:
+            _gather_shards(trainer)
     if trainer._reports():
-        (out / f"loss_{dp}.txt").write_text(
+        (out / f"loss_{trainer.rank}.txt").write_text(
             repr(metrics["policy/loss" if case.objective == "policy" else "sft/nll"].total)
         )
     if trainer.rank == 0:
         image.create(out / "gradients.safetensors", trainer.shape, torch.float32)
     dist.barrier()
-    gradients = {name: param.main_grad for name, param in trainer.model.named_parameters()}
-    owned = plan.owned(trainer.shape, case.layout, trainer.rank)
-    image.write_slices(image.writable(out / "gradients.safetensors"), gradients, owned)
+    views = image.writable(out / "gradients.safetensors")
+    for params, copies in by_chunk(trainer.actor, plan.owned(trainer.shape, case.layout, trainer.rank)):
+        image.write_slices(views, {name: param.main_grad for name, param in params.items()}, copies)
     dist.barrier()
+
+
+def _gather_shards(trainer: TrainRank) -> None:
+    """Each rank's gradient buffers hold the sums of its own shard only: the shards of the others are put
+    beside it."""
+    for buffer in (buffer for chunk in trainer.wrapped for buffer in chunk.buffers):
+        for bucket in buffer.buckets:
+            group = buffer.data_parallel_group
+            shards = list(bucket.grad_data.chunk(group.size()))
+            dist.all_gather(shards, shards[group.rank()].clone(), group=group)

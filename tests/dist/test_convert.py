@@ -20,7 +20,8 @@ from megatron_tree.reshard import convert, formats
 from megatron_tree.reshard.formats import open_weights
 from megatron_tree.train.rank import TrainRank
 from tests.dist.harness import Case, run
-from tests.dist.test_gradients import MODELS, VOCAB, _path_logprobs, _spec
+from tests.dist.reference import path_logprobs
+from tests.dist.test_gradients import MODELS, VOCAB, spec_of
 from tests.tiny_models import make_model
 from tests.toy_trees import random_group
 
@@ -33,21 +34,21 @@ def load_and_save(trainer: TrainRank, case: Case, out: Path) -> None:
     """On each rank: empties the model, loads the converted checkpoint, scores, compares, saves."""
     from megatron.core import dist_checkpointing
 
-    expected = {name: param.detach().clone() for name, param in trainer.model.named_parameters()}
+    expected = {name: param.detach().clone() for name, param in trainer.actor[0].named_parameters()}
     _same(expected, _legacy_state(trainer, case))
-    for param in trainer.model.parameters():
+    for param in trainer.actor[0].parameters():
         param.data.fill_(7)
-    wanted = {"model": trainer.model.sharded_state_dict(metadata={})}
+    wanted = {"model": trainer.actor[0].sharded_state_dict(metadata={})}
     loaded = dist_checkpointing.load(wanted, f"{case.model}_dist")
-    trainer.model.load_state_dict(loaded["model"])
-    _same(expected, dict(trainer.model.named_parameters()))
+    trainer.actor[0].load_state_dict(loaded["model"])
+    _same(expected, dict(trainer.actor[0].named_parameters()))
     if (scored := trainer.score(case.batch[0], "actor")) is not None:
         for index, values in enumerate(scored):
             np.save(out / f"logprobs_{index}.npy", values)
     if case.name not in SAVED:
         return
     (out / "saved").mkdir(exist_ok=True)
-    dist_checkpointing.save({"model": trainer.model.sharded_state_dict(metadata={})}, str(out / "saved"))
+    dist_checkpointing.save({"model": trainer.actor[0].sharded_state_dict(metadata={})}, str(out / "saved"))
 
 
 def _legacy_state(trainer: TrainRank, case: Case) -> dict[str, torch.Tensor]:
@@ -79,7 +80,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
         trees = random_group(rng, vocab=VOCAB, depth=4, branches=3).trees
         for key, layout in LAYOUTS.items():
             convert.to_megatron(source, root / f"{name}_{key}", layout)
-            batch, found[f"{name}-{key}"] = scoring_batch(trees, _spec(layout))
+            batch, found[f"{name}-{key}"] = scoring_batch(trees, spec_of(layout))
             found[f"{name}-trees"] = {
                 id(tree.nodes[i]): (tree, i) for tree in trees for i in range(len(tree.nodes))
             }
@@ -96,7 +97,7 @@ def test_logprobs_equal_transformers(results: dict, name: str, layout: str) -> N
         got = np.load(results["root"] / case / f"logprobs_{index}.npy")
         for span in nodes:
             tree, node = results[f"{name}-trees"][id(span.node)]
-            expected = _path_logprobs(results["models"][name], tree, node, temperature=1.0)
+            expected = path_logprobs(results["models"][name], tree, node, temperature=1.0)
             np.testing.assert_allclose(got[span.start : span.stop], expected, atol=1e-4)
             compared += span.stop - span.start
     assert compared > 20

@@ -13,15 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from megatron_tree.algo import advantage
 from megatron_tree.algo.batch import PackingSpec, scoring_batch, sft_batch, step_batch
-from megatron_tree.algo.packing import cut, node_weights, pack
 from megatron_tree.config import AlgoConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.types import Group, Tree
 from tests.dist.harness import Case, run
+from tests.dist.reference import compare, copied, load_gradients, node_logprobs, path_logprobs, score
 from tests.tiny_models import make_model
 from tests.toy_trees import chain_copies, random_group
 
@@ -63,7 +61,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
         groups = [random_group(rng, vocab=VOCAB, depth=4, branches=3, group_id=f"g{i}") for i in range(4)]
         for group in groups:
             for tree in group.trees:
-                _score(model, tree, rng)
+                score(model, tree, rng)
         found["models"][name], found["groups"][name] = model, groups
         full = name in FULL
         for key, layout in LAYOUTS.items():
@@ -72,14 +70,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
                     Case(f"{name}_{key}", root / name, layout, _packed(groups, layout), "policy", ALGO)
                 )
             if key in ("tp1pp1", "tp2", "pp2"):
-                scored, spans = scoring_batch([t for g in groups for t in g.trees], _spec(layout))
+                scored, spans = scoring_batch([t for g in groups for t in g.trees], spec_of(layout))
                 found[f"spans_{name}_{key}"] = spans
                 cases.append(Case(f"{name}_{key}_score", root / name, layout, scored, None, temperature=0.7))
         if full:
             cases.append(
-                Case(f"{name}_copied", root / name, LAYOUTS["tp1pp1"], _copied(groups), "policy", ALGO)
+                Case(f"{name}_copied", root / name, LAYOUTS["tp1pp1"], copied(groups, ALGO), "policy", ALGO)
             )
-            batch = sft_batch(_chains(groups), _spec(LAYOUTS["tp2pp2"]))[0]
+            batch = sft_batch(_chains(groups), spec_of(LAYOUTS["tp2pp2"]))[0]
             cases.append(Case(f"{name}_sft", root / name, LAYOUTS["tp2pp2"], batch, "sft"))
     run(cases, root)
     return found
@@ -89,7 +87,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packed_gradients_equal_the_copied_ones(results: dict, family: str, layout: str) -> None:
     root = results["root"]
-    _compare(_gradients(root / f"{family}_copied"), _gradients(root / f"{family}_{layout}"))
+    compare(load_gradients(root / f"{family}_copied"), load_gradients(root / f"{family}_{layout}"))
     copied, packed = _loss(root / f"{family}_copied"), _loss(root / f"{family}_{layout}")
     assert packed == pytest.approx(copied, abs=1e-6)  # its terms are of order 1 and cancel
 
@@ -101,7 +99,7 @@ def test_copied_gradients_equal_transformers(results: dict, family: str) -> None
     loss = _paper_loss(model, groups)
     loss.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    _compare(expected, _gradients(results["root"] / f"{family}_copied"), tolerance=3e-5)
+    compare(expected, load_gradients(results["root"] / f"{family}_copied"), tolerance=3e-5)
     assert _loss(results["root"] / f"{family}_copied") == pytest.approx(float(loss), rel=1e-4)
 
 
@@ -121,7 +119,7 @@ def test_logprobs_equal_transformers(results: dict, name: str, layout: str) -> N
         for index, nodes in enumerate(rank):
             got = np.load(results["root"] / f"{name}_{layout}_score" / f"logprobs_{dp}_{index}.npy")
             for span in nodes:
-                expected = _path_logprobs(model, *paths[id(span.node)], temperature=0.7)
+                expected = path_logprobs(model, *paths[id(span.node)], temperature=0.7)
                 np.testing.assert_allclose(got[span.start : span.stop], expected, atol=1e-4)
                 compared += span.stop - span.start
     assert compared > 100
@@ -132,67 +130,22 @@ def test_sft_gradients_equal_transformers(results: dict, name: str) -> None:
     """The warm-up's loss is the mean negative log-likelihood of the action tokens."""
     model = results["models"][name]
     model.zero_grad()
-    parts = [_node_logprobs(model, tree) for tree in _chains(results["groups"][name])]
+    parts = [node_logprobs(model, tree) for tree in _chains(results["groups"][name])]
     (-torch.cat([part for nodes in parts for part in nodes.values()]).mean()).backward()
-    _compare(
-        {n: p.grad for n, p in model.named_parameters()}, _gradients(results["root"] / f"{name}_sft"), 3e-5
-    )
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    compare(expected, load_gradients(results["root"] / f"{name}_sft"), tolerance=3e-5)
 
 
 def _chains(groups: list[Group]) -> list[Tree]:
     return [copy for group in groups for tree in group.trees for copy in chain_copies(tree)]
 
 
-def _spec(layout: ParallelLayout) -> PackingSpec:
+def spec_of(layout: ParallelLayout) -> PackingSpec:
     return PackingSpec(dp=layout.dp, micro_batch_tokens=70, pad_to=4, hidden_size=64)
 
 
 def _packed(groups: list[Group], layout: ParallelLayout) -> list:
-    return step_batch(groups, ALGO, _spec(layout))[0]
-
-
-def _copied(groups: list[Group]) -> list:
-    """Each leaf a sequence of its own, with the advantages and weights of the trees it comes from."""
-    weights = advantage.leaf_weights([group.trees for group in groups], ALGO.normaliser)
-    batches = []
-    for group, prompt_weights in zip(groups, weights, strict=True):
-        totals = advantage.advantages(group, ALGO).total
-        for tree, a, c in zip(group.trees, totals, prompt_weights, strict=True):
-            for index, copy in enumerate(chain_copies(tree)):
-                node = node_weights(copy, a[index : index + 1], c[index : index + 1])
-                batches.append(pack(cut(copy, node, 10_000), pad_to=1).micro_batch)
-    return [batches]
-
-
-def _node_logprobs(model: torch.nn.Module, tree: Tree, temperature: float = 1.0) -> dict[int, torch.Tensor]:
-    """Log-probs of each node's actions of a chain, by transformers."""
-    ids = np.concatenate([np.concatenate([n.action_ids, n.observation_ids]) for n in tree.nodes])
-    logits = model(torch.tensor(ids, dtype=torch.long)[None]).logits[0].float() / temperature
-    logprobs = logits.log_softmax(-1)
-    found, start = {}, 0
-    for index, node in enumerate(tree.nodes):
-        count = len(node.action_ids)
-        if count:
-            rows = torch.arange(start - 1, start - 1 + count)
-            found[index] = logprobs[rows, torch.tensor(node.action_ids, dtype=torch.long)]
-        start += node.num_tokens
-    return found
-
-
-def _path_logprobs(model: torch.nn.Module, tree: Tree, node: int, temperature: float) -> np.ndarray:
-    path = tree.path(node)
-    chain = Tree(tree.group_id, 0, [tree.nodes[i] for i in path], [])
-    with torch.no_grad():
-        return _node_logprobs(model, chain, temperature)[len(path) - 1].numpy()
-
-
-def _score(model: torch.nn.Module, tree: Tree, rng: np.random.Generator) -> None:
-    """Old and reference log-probs near the model's, far enough to clip some tokens on both sides."""
-    for index, node in enumerate(tree.nodes):
-        if len(node.action_ids):
-            now = _path_logprobs(model, tree, index, 1.0)
-            node.old_logprobs = (now + rng.normal(0, 0.3, len(now))).astype(np.float32)
-            node.ref_logprobs = (now + rng.normal(0, 0.3, len(now))).astype(np.float32)
+    return step_batch(groups, ALGO, spec_of(layout))[0]
 
 
 def _paper_loss(model: torch.nn.Module, groups: list[Group]) -> torch.Tensor:
@@ -216,7 +169,7 @@ def _z(reward: float, rewards: np.ndarray) -> float:
 
 def _leaf_loss(model: torch.nn.Module, chain: Tree, a: float) -> torch.Tensor:
     terms = []
-    for index, logprobs in _node_logprobs(model, chain).items():
+    for index, logprobs in node_logprobs(model, chain).items():
         node = chain.nodes[index]
         ratio = (logprobs - torch.tensor(node.old_logprobs)).exp()
         surrogate = torch.minimum(ratio * a, ratio.clamp(1 - ALGO.clip_low, 1 + ALGO.clip_high) * a)
@@ -227,25 +180,5 @@ def _leaf_loss(model: torch.nn.Module, chain: Tree, a: float) -> torch.Tensor:
     return torch.cat(terms).mean() if terms else torch.zeros(())
 
 
-def _gradients(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "gradients.safetensors")
-
-
 def _loss(folder: Path) -> float:
     return sum(float(file.read_text()) for file in folder.glob("loss_*.txt"))
-
-
-def _compare(expected: dict, got: dict, tolerance: float = 1e-5) -> None:
-    """Each tensor within `tolerance` by its norm, and no entry off by more than 3 tolerances of the largest.
-
-    Tensors that are all but zero are measured against the model's largest entry.
-    """
-    assert set(expected) >= set(got)
-    scale = max(float(t.abs().max()) for t in expected.values())
-    assert scale > 0
-    for name, tensor in got.items():
-        difference, size = expected[name] - tensor, max(float(expected[name].abs().max()), 1e-2 * scale)
-        by_norm = float(difference.norm()) / max(float(expected[name].norm()), size)
-        by_entry = float(difference.abs().max()) / size
-        assert by_norm <= tolerance, f"{name}: {by_norm:.2e} of its norm"
-        assert by_entry <= 3 * tolerance, f"{name}: {by_entry:.2e} of its largest entry"

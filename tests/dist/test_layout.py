@@ -26,6 +26,7 @@ from megatron_tree.layout import ParallelLayout, megatron_split
 from megatron_tree.reshard.names import ModelShape
 from megatron_tree.reshard.plan import param_shapes
 from megatron_tree.train.model import RMSNorm, TreeGPTModel, layer_spec, transformer_config
+from tests.dist.harness import Case
 from tests.unit.real_models import real_shape
 
 
@@ -140,12 +141,9 @@ def one_rank_of(layout: ParallelLayout, rank: int) -> Iterator[None]:
 
 def megatrons_model(shape: ModelShape, layout: ParallelLayout, rank: int, chunk: int) -> TreeGPTModel:
     vp_stage = chunk if layout.vpp > 1 else None
-    config = replace(
-        transformer_config(shape, replace(layout, vpp=1, stage_split=None), torch.bfloat16),
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        pipeline_model_parallel_layout=layout.pipeline_layout(shape.num_layers),
-        use_cpu_initialization=True,  # elsewhere weights would be made on a device
-    )
+    setup = Case("", Path(), layout, []).setup
+    # elsewhere weights would be made on a device
+    config = replace(transformer_config(shape, setup), use_cpu_initialization=True)
     count = get_num_layers_to_build(config, vp_stage)
     return TreeGPTModel(
         shape,
@@ -157,7 +155,6 @@ def megatrons_model(shape: ModelShape, layout: ParallelLayout, rank: int, chunk:
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
         vp_stage=vp_stage,
     )
 

@@ -88,16 +88,18 @@ def _measure(trainer: TrainRank, case: Case, out: Path) -> None:
     for dtype in DTYPES:
         rank = TrainRank(trainer.rank, replace(trainer.setup, dtype=dtype))
         rank.shape = trainer.shape
-        rank.model = rank._build()
-        rank._load(rank.model, str(case.model))
-        rank.wrapped = step.wrap(rank.model)
+        rank.actor = rank._build()
+        rank._load(rank.actor, str(case.model))
+        rank.wrapped = step.wrap(rank.actor, distributed_optimizer=case.distributed_optimizer)
         rank.begin(OptimizerConfig(), 1)
-        saved = _Saved(rank.model)
+        saved = _Saved(rank.actor[0])
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
             rank.train([batch], "sft")
         found = {
-            "weights": sum(p.numel() * p.element_size() for p in rank.model.parameters()),
-            "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in rank.wrapped.buffers),
+            "weights": sum(p.numel() * p.element_size() for p in rank.actor[0].parameters()),
+            "gradients": sum(
+                b.grad_data.numel() * b.grad_data.element_size() for b in rank.wrapped[0].buffers
+            ),
             "optimizer": _optimizer_bytes(rank.optimizer),
             "activations": sum(saved.storages.values()),
             "packed": asdict(_packed(batch)),

@@ -169,9 +169,9 @@ def _load_and_score(trainer: TrainRank, case: Case, out: Path) -> None:
 
 def _one_step(trainer: TrainRank, case: Case, out: Path) -> None:
     trainer.begin(OPTIMIZER, STEPS)
-    before = [p.detach().clone() for p in trainer.model.parameters()]
+    before = [p.detach().clone() for p in trainer.actor[0].parameters()]
     result = trainer.train(case.batch[trainer.rank], "policy")
-    same = all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    same = all(torch.equal(a, b) for a, b in zip(before, trainer.actor[0].parameters(), strict=True))
     text = f"{'skipped' if result.skipped else 'stepped'}, {'unchanged' if same else 'changed'}"
     (out / f"result_{trainer.rank}.txt").write_text(text)
 

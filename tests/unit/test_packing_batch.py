@@ -1,7 +1,5 @@
 """Steps as micro-batches over ranks. The invariants are those of `algo.batch`, in its words."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -132,7 +130,7 @@ def test_cost_by_hand() -> None:
     assert cost(piece, 8) == pytest.approx(n + n * (n + 1) / 2 / 48)
 
 
-def test_thousands_of_trees_are_balanced_within_a_second() -> None:
+def test_thousands_of_trees_are_balanced() -> None:
     rng = np.random.default_rng(0)
     grown = [
         random_tree(rng, depth=4, branches=2, action_tokens=(5, 60), observation_tokens=(0, 60))
@@ -143,9 +141,7 @@ def test_thousands_of_trees_are_balanced_within_a_second() -> None:
     ]
     pieces *= 20  # 4,000
     spec = PackingSpec(8, 8192, 8, 256)
-    start = time.perf_counter()
     assigned = partition(pieces, spec)
-    assert time.perf_counter() - start < 2.0  # measured 0.3 s; the machine is shared
     loads = [sum(cost(p, 256) for pieces in rank for p in pieces) for rank in assigned]
     assert max(loads) / (sum(loads) / 8) < 1.01
     fewest = sum(p.num_tokens for p in pieces) / (8192 * 8)
