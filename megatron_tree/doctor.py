@@ -49,9 +49,10 @@ print(json.dumps({
 }))""",
     "megatron": """
 import json
+from types import SimpleNamespace
 from megatron.core import optimizer
 from megatron_tree.train import model
-layer = model.layer_spec().submodules
+layer = model.layer_spec(SimpleNamespace(qk_norm=False)).submodules
 attention = layer.self_attention.submodules
 found = {
     "linear": attention.linear_qkv, "norm": layer.input_layernorm, "attention": attention.core_attention,

@@ -42,7 +42,8 @@ class SliceDigest(Region):
 def write_slices(
     image: Mapping[str, Tensor], params: Mapping[str, Tensor], copies: Iterable[SliceCopy]
 ) -> list[SliceDigest]:
-    """Copies a rank's slices into a mapped image, cast to its dtype, and digests what was copied."""
+    """Copies a rank's slices into a mapped image, cast to its dtype, and digests what was copied. Exports are
+    written by it too: the digests cost less than a second way to write."""
     found = []
     for copy in copies:
         source, target = params[copy.param][copy.param_index], image[copy.tensor][copy.tensor_index]

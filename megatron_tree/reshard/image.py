@@ -107,18 +107,6 @@ def _tensors(mapped: np.ndarray) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write_slices(
-    image: Mapping[str, torch.Tensor], params: Mapping[str, torch.Tensor], copies: Iterable[SliceCopy]
-) -> int:
-    """Copies a rank's slices into the image; returns the bytes written."""
-    written = 0
-    for copy in copies:
-        target = image[copy.tensor][copy.tensor_index]
-        target.copy_(params[copy.param][copy.param_index])
-        written += target.numel() * target.element_size()
-    return written
-
-
 class Folder:
     """The weights of a Hugging Face folder (one safetensors file, or shards with an index), read slice by
     slice."""

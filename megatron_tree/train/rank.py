@@ -157,12 +157,13 @@ class TrainRank:
             digest.forget(Path(update.image))
         logging.getLogger(__name__).warning("version %d refused: %s", update.version, reason)
 
-    def write_slices(self, path: str) -> int:
-        """Writes this rank's own slices into an exported image; returns the bytes."""
+    def write_slices(self, path: str) -> None:
+        """Writes this rank's own slices into an exported image."""
         with self._in("write_slices"), torch.no_grad():
             owned = plan.owned(self.shape, self.layout, self.rank)
             views = image.writable(Path(path))
-            return sum(image.write_slices(views, *part) for part in by_chunk(self.actor, owned))
+            for params, copies in by_chunk(self.actor, owned):
+                digest.write_slices(views, params, copies)
 
     def create_export(self, folder: str) -> str:
         """Rank 0 makes a Hugging Face folder aside, with everything but the weights."""

@@ -108,7 +108,7 @@ def _run_case(rank: int, case: Case, store: dist.Store, out: Path) -> None:
 
 
 def _save_gradients(trainer: TrainRank, case: Case, share: list[MicroBatch], out: Path) -> None:
-    from megatron_tree.reshard import image, plan
+    from megatron_tree.reshard import digest, image, plan
 
     trainer.begin(OptimizerConfig(), 1)
     with trainer._in("test"):
@@ -126,7 +126,7 @@ def _save_gradients(trainer: TrainRank, case: Case, share: list[MicroBatch], out
     dist.barrier()
     views = image.writable(out / "gradients.safetensors")
     for params, copies in by_chunk(trainer.actor, plan.owned(trainer.shape, case.layout, trainer.rank)):
-        image.write_slices(views, {name: param.main_grad for name, param in params.items()}, copies)
+        digest.write_slices(views, {name: param.main_grad for name, param in params.items()}, copies)
     dist.barrier()
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from safetensors.torch import load_file, save_file
 
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.reshard import cuts, image, plan
+from megatron_tree.reshard import cuts, digest, image, plan
 from megatron_tree.reshard.names import ModelShape, check_model
 from megatron_tree.reshard.plan import (
     Atom,
@@ -385,13 +385,13 @@ def write_back(shape: ModelShape, layout: ParallelLayout, folder: Path) -> Path:
     source, path = image.Folder(folder), folder / "image.safetensors"
     source.check(shape)
     image.create(path, shape, torch.float32)
-    target, written = image.writable(path), 0
+    target, written = image.writable(path), []
     for rank in layout.ranks():
         copies, owns = held(shape, layout, rank), owned(shape, layout, rank)
         for chunk in range(layout.vpp):
             sizes = allocated(shape, layout, rank, chunk)
             own = {name: torch.full(size, torch.nan) for name, size in sizes.items()}
             image.load_slices(source, own, [copy for copy in copies if copy.chunk == chunk])
-            written += image.write_slices(target, own, [copy for copy in owns if copy.chunk == chunk])
-    assert written == 4 * sum(torch.Size(size).numel() for size in shape.tensors().values())
+            written += digest.write_slices(target, own, [copy for copy in owns if copy.chunk == chunk])
+    assert num_elements(written) == sum(map(math.prod, shape.tensors().values()))
     return path
