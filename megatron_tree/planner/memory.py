@@ -7,14 +7,12 @@ tokens, a layer saves
     two norms         S (4 h + e h + 4) each: the input in fp32, the scaled input, the inverse root
     their outputs     S e h each, as inputs of linear_qkv and linear_fc1
     rotary tables     S 4 e d: cosines and sines, for queries and again for keys, not cut by tp
-    attention         S e q each for queries, output and linear_proj's input, 4 S heads for the log-sum-exp,
-                      keys and values by backend
+    attention         S e q each for queries and output, S e kv for keys, 4 S heads for the log-sum-exp;
+                      values are a view that keeps the fused S e (q + 2 kv) alive
     gated MLP         S 5 e f: both halves, silu, the linear half plus its offset, the product
 
-Backends: `node` repeats keys and values to the number of heads, S e q each, and copies the keys and values
-of each run that has ancestors, 2 e q a key, with a mask of e bytes an element. `flex` reads grouped keys in
-place: keys S e kv, and values are a view that keeps the fused S e (q + 2 kv) alive. Fused kernels of
-Transformer Engine would save less: these figures bound them.
+The back end `flex` gives its output by heads, so that linear_proj's input is one more copy, S e q. Fused
+kernels of Transformer Engine would save less: these figures bound them.
 
 The head runs on the T trained tokens: T e h and T 4 V / tp for the softmax; while it is computed up to two
 more copies of the logits live.
@@ -39,12 +37,10 @@ Dtype = Literal["fp32", "bf16"]
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """What the activations of a micro-batch depend on. The last two matter to the `node` backend only."""
+    """What the activations of a micro-batch depend on."""
 
     tokens: float  # S
     trained: float  # T
-    path_keys: float = 0  # summed over runs that have ancestors: tokens of the whole path, their own included
-    mask_elements: float = 0  # summed over the same runs: own tokens times path_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,19 +165,12 @@ def _layer(shape: ModelShape, tp: int, dtype: Dtype, backend: Backend, batch: Pa
     q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
     norms = 2 * (_norm(tokens, shape.hidden, e) + tokens * e * shape.hidden)
     rotary = tokens * 4 * e * shape.head_dim
-    attention = tokens * (3 * e * q + 4 * heads)
-    keeps_fused = backend == "flex" or heads == kv_heads  # values are a view of the fused projection
-    if backend == "flex":
-        attention += tokens * e * kv
-    else:
-        attention += tokens * e * q * (1 if keeps_fused else 2)
-        attention += e * (2 * q * batch.path_keys + batch.mask_elements)
+    attention = tokens * (e * (q * (3 if backend == "flex" else 2) + kv) + 4 * heads)
     if shape.qk_norm:
         attention += _norm(tokens, q, e) + _norm(tokens, kv, e)
-        if dtype == "fp32":  # the input of the keys' norm is a view of it too
+        if dtype == "fp32":  # the input of the keys' norm is a view of the fused projection too
             attention -= tokens * 4 * kv
-            keeps_fused = True
-    fused = tokens * e * (q + 2 * kv) if keeps_fused else 0
+    fused = tokens * e * (q + 2 * kv)
     return norms + rotary + attention + fused + tokens * 5 * e * shape.ffn / tp
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
 
 from megatron_tree.config import Config
 from megatron_tree.planner.memory import PackedTokens
@@ -123,22 +122,10 @@ def expected_iteration(config: Config) -> Tokens:
 
 
 def micro_batch(config: Config) -> PackedTokens:
-    """A full micro-batch of such trees. Runs are those of `train.attention`: where B branches leave the chain
-    at evenly spaced nodes, the chain is cut into B + 1 runs and each branch is one."""
-    tree, path, rollout = expected_tree(config), expected_path(config), config.rollout
-    starts = branch_starts(config)
-    branches = rollout.expand_rounds * rollout.expand_nodes if starts else 0
-    cuts = min(branches, len(starts))
-    chain = path.length - path.prompt
-    ends = [path.prompt + chain * (i + 2) / (cuts + 1) for i in range(cuts)]
-    branch = fmean(path.after(s).generated + path.after(s).observed for s in starts) if starts else 0.0
+    """A full micro-batch of such trees."""
+    tree = expected_tree(config)
     share = config.train.micro_batch_tokens / tree.unique
-    return PackedTokens(
-        tokens=config.train.micro_batch_tokens,
-        trained=share * tree.generated,
-        path_keys=share * (branches * path.length + sum(ends)),
-        mask_elements=share * (branches * branch * path.length + chain / (cuts + 1) * sum(ends)),
-    )
+    return PackedTokens(tokens=config.train.micro_batch_tokens, trained=share * tree.generated)
 
 
 def num_microbatches(config: Config) -> int:

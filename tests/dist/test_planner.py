@@ -21,9 +21,8 @@ from megatron_tree.layout import ParallelLayout
 from megatron_tree.planner.memory import PackedTokens, TrainState, micro_batch_activations, rank_memory
 from megatron_tree.reshard.names import read_shape
 from megatron_tree.train import step
-from megatron_tree.train.attention import runs
 from megatron_tree.train.rank import TrainRank
-from megatron_tree.types import MicroBatch, Tree
+from megatron_tree.types import Tree
 from tests.dist.harness import Case, run
 from tests.tiny_models import make_model
 from tests.toy_trees import random_tree
@@ -102,7 +101,7 @@ def _measure(trainer: TrainRank, case: Case, out: Path) -> None:
             ),
             "optimizer": _optimizer_bytes(rank.optimizer),
             "activations": sum(saved.storages.values()),
-            "packed": asdict(_packed(batch)),
+            "packed": asdict(PackedTokens(batch.num_tokens, batch.num_trained)),
         }
         (out / f"{dtype}_{trainer.rank}.json").write_text(json.dumps(found))
 
@@ -131,10 +130,3 @@ def _optimizer_bytes(optimizer: MegatronOptimizer) -> int:
         for group in getattr(part, "fp32_from_float16_groups", []):
             tensors += group
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _packed(batch: MicroBatch) -> PackedTokens:
-    behind = [run for run in runs(batch.subtree_end.tobytes()) if run.path]
-    keys = [sum(b - a for a, b in run.path) + run.stop - run.start for run in behind]
-    masks = sum((run.stop - run.start) * seen for run, seen in zip(behind, keys, strict=True))
-    return PackedTokens(batch.num_tokens, batch.num_trained, sum(keys), masks)
