@@ -9,10 +9,7 @@ Not here: who writes the image (`publish`), when to load it and what to do after
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
-import os
-import signal
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,30 +26,24 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from megatron_tree.children import die_with
 from megatron_tree.reshard.image import Maps
 from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.types import Update
 
 BACKEND = "megatron_tree_image"
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def register() -> None:
-    """Adds the back end to vLLM's registry, in every vLLM process; may be called more than once in one."""
+    """Adds the back end to vLLM's registry, in every vLLM process; may be called more than once in one.
+
+    vLLM's children outlive an engine that is killed, hung ones for ever, and their shared memory goes with the
+    last of them: they are asked to end with it.
+    """
     if not is_registered():
         WeightTransferEngineFactory.register_engine(BACKEND, ImageReceiver)
-    if multiprocessing.parent_process() is not None:
-        _die_with_parent()
-
-
-def _die_with_parent() -> None:
-    """Asks the kernel to end this process with the one that started it. vLLM's children outlive an engine
-    that is killed, hung ones for ever; their shared memory goes with the last of them.
-    """
-    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if not multiprocessing.parent_process().is_alive():  # it ended before the kernel knew
-        os._exit(1)
+    if (parent := multiprocessing.parent_process()) is not None:
+        die_with(parent.pid)
 
 
 def is_registered() -> bool:

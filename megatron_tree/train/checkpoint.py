@@ -7,14 +7,18 @@ when to save, which one is the latest, and the driver's own state (`session`, `r
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
 
+from megatron_tree.children import fork_only_mortals
 from megatron_tree.train.model import TreeGPTModel
 
 # names that do not depend on how the optimizer is put together
@@ -26,6 +30,7 @@ class Saver:
 
     def __init__(self) -> None:
         self._queue = AsyncCallsQueue(persistent=False)  # the persistent caller hangs without a GPU
+        _prepare_writers()
 
     def begin(
         self, folder: Path, chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimizer, step_index: int
@@ -41,6 +46,15 @@ class Saver:
         write."""
         self._queue.maybe_finalize_async_calls(blocking=blocking)
         return self._queue.get_num_unfinalized_calls() == 0
+
+
+@functools.cache
+def _prepare_writers() -> None:
+    """Before the model exists: forks the process that collects what writers report, which Megatron would spawn
+    at the first save (seconds of imports, 300 MB). It and the writers end with this rank: a writer that
+    outlived a killed run would write into the folder of the run that resumes it."""
+    fork_only_mortals()
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def load(folder: Path, chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimizer) -> int:
