@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_tree.types import FloatArray, IndexArray, MicroBatch, Node, Tree
+from megatron_tree.types import FloatArray, IndexArray, IntArray, MicroBatch, Node, Tree
 
 Array = NDArray[np.float64]
 
@@ -146,68 +146,78 @@ def visible_keys(piece: Piece) -> int:
 
 
 class _Parts:
-    """The arrays of a micro-batch while it is filled, node by node."""
+    """A micro-batch while it is filled: numbers for each node. Its arrays are made once, at the end."""
 
     def __init__(self) -> None:
         self.size = 0  # tokens so far
-        self.trained = 0
-        self.spans: list[Span] = []
-        self.tokens: list[
-            tuple[NDArray[np.integer], IndexArray, IndexArray]
-        ] = []  # ids, positions, subtree ends
-        self.predict: list[tuple[IndexArray, NDArray[np.integer]]] = []  # predict_from, targets
-        self.floats: list[Array] = []  # [6, A]: a+, a-, k, old, reference, engine log-probs
+        self.nodes: list[Node] = []
+        self.depths: list[int] = []  # tokens of the path before each node
+        self.ends: list[int] = []  # packed index past the subtree of each node
+        self.trained: list[Node] = []
+        self.first: list[int] = []  # packed index of the first action token of each trained node
+        self.before: list[int] = []  # the one that predicts it
+        self.weights: list[tuple[float, float, float]] = []  # a+, a-, k of each trained node
 
     def add(self, piece: Piece) -> None:
         """Appends the nodes of a piece in their order."""
-        nodes, first = piece.tree.nodes, {}
+        nodes, first, sums = piece.tree.nodes, {}, piece.weights
         at, depth, last = self.size, {-1: 0}, {-1: -1}
         for i in piece.nodes:
-            first[i] = at
-            depth[i] = depth[nodes[i].parent] + nodes[i].num_tokens
-            at += nodes[i].num_tokens
-            last[i] = at - 1 if nodes[i].num_tokens else last[nodes[i].parent]
+            first[i], count = at, nodes[i].num_tokens
+            depth[i] = depth[nodes[i].parent] + count
+            at += count
+            last[i] = at - 1 if count else last[nodes[i].parent]
         ends = _subtree_ends(piece, first, at)
         for i in piece.nodes:
-            node, count = nodes[i], nodes[i].num_tokens
-            self.tokens.append(
-                (
-                    np.concatenate([node.action_ids, node.observation_ids]),
-                    np.arange(depth[i] - count, depth[i]),
-                    np.full(count, ends[i]),
-                )
-            )
+            node = nodes[i]
+            self.nodes.append(node)
+            self.depths.append(depth[node.parent])
+            self.ends.append(ends[i])
             if i in piece.trained and len(node.action_ids):
                 assert last[node.parent] >= 0, f"tree {piece.tree.group_id}: no token comes before node {i}"
-                self._train(piece, i, first[i], last[node.parent])
+                self.trained.append(node)
+                self.first.append(first[i])
+                self.before.append(last[node.parent])
+                self.weights.append((sums.adv_pos[i], sums.adv_neg[i], sums.leaf[i]))
         self.size = at
 
-    def _train(self, piece: Piece, i: int, first: int, parent_last: int) -> None:
-        node, weights = piece.tree.nodes[i], piece.weights
-        count = len(node.action_ids)
-        self.predict.append(
-            (np.concatenate([[parent_last], np.arange(first, first + count - 1)]), node.action_ids)
-        )
-        logprobs = [np.zeros(count) if x is None else x for x in (node.old_logprobs, node.ref_logprobs)]
-        shared = [np.full(count, x[i]) for x in (weights.adv_pos, weights.adv_neg, weights.leaf)]
-        self.floats.append(np.stack([*shared, *logprobs, node.engine_logprobs]))
-        self.spans.append(Span(node, self.trained, self.trained + count))
-        self.trained += count
-
     def packed(self, padding: int, pad_id: int) -> Packed:
-        pad = (np.full(padding, pad_id), np.zeros(padding), self.size + 1 + np.arange(padding))
-        ids, positions, ends = (_join(column, np.int64) for column in zip(*self.tokens, pad, strict=True))
-        nothing = np.zeros(0)
-        predict, targets = (
-            _join(column, np.int64) for column in zip(*self.predict, (nothing, nothing), strict=True)
-        )
-        floats = np.concatenate([*self.floats, np.zeros((6, 0))], axis=1).astype(np.float32)
-        micro_batch = MicroBatch(ids, positions, ends, predict, targets, *floats)
-        return Packed(micro_batch, tuple(self.spans))
+        size, counts = self.size, [node.num_tokens for node in self.nodes]
+        ids, positions = np.full(size + padding, pad_id), np.zeros(size + padding, np.int64)
+        ends = 1 + np.arange(size + padding)
+        _join([part for node in self.nodes for part in (node.action_ids, node.observation_ids)], ids[:size])
+        positions[:size] = _runs(self.depths, counts)
+        ends[:size] = np.repeat(np.array(self.ends, np.int64), counts)
+
+        lengths = [len(node.action_ids) for node in self.trained]
+        stops = np.cumsum(lengths, dtype=np.int64).tolist()
+        starts = [stop - length for stop, length in zip(stops, lengths, strict=True)]
+        predict_from = _runs([first - 1 for first in self.first], lengths)
+        predict_from[starts] = self.before
+        targets = _join([node.action_ids for node in self.trained], np.empty(sum(lengths), np.int64))
+        floats = np.zeros((6, sum(lengths)), np.float32)
+        weights = np.array(self.weights, np.float32).reshape(-1, 3)
+        np.copyto(floats[:3], np.repeat(weights.T, lengths, axis=1))
+        for row, name in zip(floats[3:], ("old_logprobs", "ref_logprobs", "engine_logprobs"), strict=True):
+            for node, start, stop in zip(self.trained, starts, stops, strict=True):
+                logprobs = getattr(node, name)
+                if logprobs is not None:
+                    row[start:stop] = logprobs
+        spans = tuple(map(Span, self.trained, starts, stops))
+        return Packed(MicroBatch(ids, positions, ends, predict_from, targets, *floats), spans)
 
 
-def _join(parts: Sequence[NDArray[np.generic]], dtype: type[np.int64]) -> IndexArray:
-    return np.concatenate(parts).astype(dtype)
+def _runs(starts: Sequence[int], counts: Sequence[int]) -> IndexArray:
+    """`start, start + 1, …` of each count, joined: starts 5, 2 and counts 2, 3 give 5 6 2 3 4."""
+    lengths = np.array(counts, np.int64)
+    shifts = np.array(starts, np.int64) - (lengths.cumsum() - lengths)
+    return np.arange(lengths.sum()) + np.repeat(shifts, lengths)
+
+
+def _join(parts: Sequence[IntArray], into: IndexArray) -> IndexArray:
+    if parts:
+        np.concatenate(parts, out=into)
+    return into
 
 
 def _subtree_ends(piece: Piece, first: dict[int, int], end: int) -> dict[int, int]:
