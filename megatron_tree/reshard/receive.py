@@ -37,8 +37,8 @@ BACKEND = "megatron_tree_image"
 def register() -> None:
     """Adds the back end to vLLM's registry, in every vLLM process; may be called more than once in one.
 
-    vLLM's children outlive an engine that is killed, hung ones for ever, and their shared memory goes with the
-    last of them: they are asked to end with it.
+    vLLM's children outlive an engine that is killed, hung ones for ever, and their shared memory goes with
+    the last of them: they are asked to end with it.
     """
     if not is_registered():
         WeightTransferEngineFactory.register_engine(BACKEND, ImageReceiver)

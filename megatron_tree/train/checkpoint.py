@@ -50,8 +50,8 @@ class Saver:
 
 @functools.cache
 def _prepare_writers() -> None:
-    """Before the model exists: forks the process that collects what writers report, which Megatron would spawn
-    at the first save (seconds of imports, 300 MB). It and the writers end with this rank: a writer that
+    """Before the model exists: forks the process that collects what writers report, which Megatron would
+    spawn at the first save (seconds of imports, 300 MB). It and the writers end with this rank: a writer that
     outlived a killed run would write into the folder of the run that resumes it."""
     fork_only_mortals()
     filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
