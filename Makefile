@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help setup demo test test-full lint format lock clean
+.PHONY: help setup demo test test-full test-layouts lint format lock clean
 
 LOCK := requirements/cpu.txt
 BIN := .venv/bin
@@ -53,6 +53,9 @@ test: setup ## Run the tests, but for the long ones.
 
 test-full: setup ## Run every test; takes long.
 	@$(TEST)
+
+test-layouts: setup ## Prove that gradients do not depend on the layout, over all layouts; prints the table.
+	@$(TEST) tests/dist/test_layout_invariance.py
 
 lint: setup ## Check style, formatting, import walls and types.
 	@$(BIN)/ruff check .

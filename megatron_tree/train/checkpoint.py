@@ -17,12 +17,15 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron_tree.children import fork_only_mortals
 from megatron_tree.train.model import TreeGPTModel
 
-# names that do not depend on how the optimizer is put together
-_METADATA = {"chained_optim_avoid_prefix": True}
+_METADATA = {
+    "chained_optim_avoid_prefix": True,  # names do not depend on how the optimizer is put together
+    "distrib_optim_sharding_type": "fully_reshardable",  # a distributed one's states in any layout
+}
 
 
 class Saver:
@@ -37,7 +40,7 @@ class Saver:
     ) -> None:
         """Starts writing into a folder that exists and is empty; the model may change from here on."""
         state = _state(chunks, optimizer, is_loading=False)
-        state["step_index"] = step_index
+        state |= {"step_index": step_index, "distributed_optimizer": _is_distributed(optimizer)}
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         self._queue.schedule_async_request(request)
 
@@ -58,7 +61,16 @@ def _prepare_writers() -> None:
 
 
 def load(folder: Path, chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimizer) -> int:
-    """Collective. Fills model and optimizer; returns the step of the schedule."""
+    """Collective. Fills model and optimizer; returns the step of the schedule.
+
+    ValueError where the optimizer's states were split over data-parallel ranks and these are not, or the
+    other way round: Megatron stores them differently.
+    """
+    saved = dist_checkpointing.load_common_state_dict(str(folder))["distributed_optimizer"]
+    if saved != _is_distributed(optimizer):
+        was, got = ("true", "false") if saved else ("false", "true")
+        field = "train.parallel.distributed_optimizer"
+        raise ValueError(f"{field}: the checkpoint {folder} was saved with {was}, got {got}")
     state = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(state[f"model{index}"])
@@ -66,10 +78,15 @@ def load(folder: Path, chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimi
     return int(state["step_index"])
 
 
+def _is_distributed(optimizer: MegatronOptimizer) -> bool:
+    return any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+
+
 def _state(
     chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     """Tensors are stored under names that count layers over the whole model; the keys here are the rank's."""
-    models = {f"model{i}": chunk.sharded_state_dict(metadata=_METADATA) for i, chunk in enumerate(chunks)}
-    shards = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_METADATA)
+    metadata = dict(_METADATA)  # Megatron adds its process groups
+    models = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    shards = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     return models | {"optimizer": shards}

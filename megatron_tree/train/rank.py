@@ -30,7 +30,7 @@ from megatron_tree.reshard import digest, image, plan
 from megatron_tree.reshard.names import check_model, read_shape
 from megatron_tree.reshard.plan import SliceCopy
 from megatron_tree.reshard.publish import Slots
-from megatron_tree.train import checkpoint, on_cpu, step
+from megatron_tree.train import adamw, checkpoint, on_cpu, step
 from megatron_tree.train.group import Objective, RankSetup, StepResult
 from megatron_tree.train.model import DTYPES, TreeGPTModel, build
 from megatron_tree.types import MicroBatch, Update
@@ -268,6 +268,7 @@ def start_megatron(
     if cpu:
         torch.set_num_threads(num_threads)
         on_cpu.install()
+    adamw.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

@@ -42,6 +42,10 @@ class Case:
     distributed_optimizer: bool = False
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
 
+    def share(self, rank: int) -> list[MicroBatch]:
+        at = self.layout.coordinates(rank)
+        return context.split(self.batch, self.layout)[at.dp][at.cp]
+
     @property
     def setup(self) -> RankSetup:
         layout = {field.name: getattr(self.layout, field.name) for field in fields_of(self.layout)}
@@ -93,15 +97,14 @@ def _run_case(rank: int, case: Case, store: dist.Store, out: Path) -> None:
     trainer._store = store
     trainer.start(("", 0), str(case.model))
     out.mkdir(parents=True, exist_ok=True)
-    at = case.layout.coordinates(rank)
-    share = context.split(case.batch, case.layout)[at.dp][at.cp]
+    share = case.share(rank)
     if case.then is not None:
         with trainer._in("test"):
             case.then(trainer, case, out)
     elif case.objective is None:
         logprobs = trainer.score(share, "actor")
         for index, values in enumerate(logprobs or []):
-            np.save(out / f"logprobs_{at.dp}_{index}.npy", values)
+            np.save(out / f"logprobs_{case.layout.coordinates(rank).dp}_{index}.npy", values)
     else:
         _save_gradients(trainer, case, share, out)
     trainer.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +26,11 @@ OPTIMIZER = OptimizerConfig(lr=2e-2, warmup_steps=2, weight_decay=0.1, clip_grad
 TP2PP2, TP1PP2 = ParallelLayout(tp=2, pp=2), ParallelLayout(pp=2)
 SPEC = PackingSpec(dp=1, micro_batch_tokens=70, pad_to=1, hidden_size=64)
 STEPS = 3
+SHARDED = {  # where a checkpoint of a distributed optimizer goes on
+    "vpp2": ParallelLayout(pp=2, vpp=2),
+    "tp2_dp2": ParallelLayout(tp=2, dp=2),
+    "tp2": ParallelLayout(tp=2),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +39,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(root / "model", seed=3)
     batch = sft_batch(_trees(), SPEC)[0]
     scored = scoring_batch(_trees(), SPEC)[0]
+
+    def sharded(name: str, layout: ParallelLayout, then: Callable[..., None]) -> Case:
+        spec = replace(SPEC, dp=layout.dp, count_multiple=2)
+        return Case(
+            name,
+            root / "model",
+            layout,
+            sft_batch(_trees(), spec)[0],
+            "sft",
+            then=then,
+            distributed_optimizer=True,
+        )
+
     run(
         [
             Case("steps", root / "model", TP2PP2, batch, "sft", then=_three_steps),
@@ -41,6 +60,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ),
             Case("saved", root / "model", TP2PP2, batch, "sft", then=_save_and_go_on),
             Case("loaded", root / "model", TP1PP2, batch, "sft", then=_load_and_go_on),
+            sharded("dopt_saved", ParallelLayout(pp=2, dp=2), _save_and_go_on),
+            Case("refused", root / "model", ParallelLayout(), batch, "sft", then=_load_the_other_kind),
+            *(sharded(f"dopt_{name}", layout, _load_sharded) for name, layout in SHARDED.items()),
             Case("scored_tp2_pp2", root / "model", TP2PP2, scored, then=_load_and_score),
             Case("scored_tp1_pp4", root / "model", ParallelLayout(pp=4), scored, then=_load_and_score),
             Case("scored_tp1_pp1", root / "model", ParallelLayout(), scored, then=_load_and_score),
@@ -91,6 +113,23 @@ def test_a_checkpoint_goes_on_in_another_layout(root: Path) -> None:
         torch.testing.assert_close(loaded[name], expected, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("layout", ["saved", *SHARDED])
+def test_a_distributed_optimizer_goes_on_in_another_layout(root: Path, layout: str) -> None:
+    """Saved by DP2 x PP2 after two steps, with its states split over the dp ranks: the third step ends at the
+    weights of the plain optimizer, itself torch's AdamW."""
+    expected = load_file(root / "steps" / "model.safetensors")
+    got = load_file(root / f"dopt_{layout}" / "model.safetensors")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_plain_optimizer_refuses_the_states_of_a_distributed_one(root: Path) -> None:
+    refusal = (root / "refused" / "refusal.txt").read_text()
+    folder = root / "dopt_saved" / "checkpoint"
+    field = "train.parallel.distributed_optimizer"
+    assert refusal == f"{field}: the checkpoint {folder} was saved with true, got false"
+
+
 @pytest.mark.parametrize("layout", ["tp1_pp4", "tp1_pp1"])
 def test_a_checkpoint_scores_the_same_in_another_layout(root: Path, layout: str) -> None:
     here = np.load(root / "scored_tp2_pp2" / "logprobs.npy")
@@ -138,25 +177,38 @@ def _poison(batches: list) -> list:
 def _three_steps(trainer: TrainRank, case: Case, out: Path) -> None:
     trainer.begin(OPTIMIZER, STEPS)
     for _ in range(STEPS):
-        trainer.train(case.batch[0], "sft")
+        trainer.train(case.share(trainer.rank), "sft")
     _export(trainer, out)
 
 
 def _save_and_go_on(trainer: TrainRank, case: Case, out: Path) -> None:
     trainer.begin(OPTIMIZER, STEPS)
     for _ in range(STEPS - 1):
-        trainer.train(case.batch[0], "sft")
+        trainer.train(case.share(trainer.rank), "sft")
     trainer.save(str(out / "checkpoint"))
-    trainer.train(case.batch[0], "sft")  # while it is written: the checkpoint holds two steps all the same
+    trainer.train(
+        case.share(trainer.rank), "sft"
+    )  # while it is written: the checkpoint holds two steps all the same
     assert trainer.saved(blocking=True)
     _export(trainer, out)
 
 
-def _load_and_go_on(trainer: TrainRank, case: Case, out: Path) -> None:
+def _load_and_go_on(trainer: TrainRank, case: Case, out: Path, saved: str = "saved") -> None:
     trainer.begin(OPTIMIZER, STEPS)
-    trainer.load(str(out.parent / "saved" / "checkpoint"))
-    trainer.train(case.batch[0], "sft")
+    trainer.load(str(out.parent / saved / "checkpoint"))
+    trainer.train(case.share(trainer.rank), "sft")
     _export(trainer, out)
+
+
+def _load_sharded(trainer: TrainRank, case: Case, out: Path) -> None:
+    _load_and_go_on(trainer, case, out, saved="dopt_saved")
+
+
+def _load_the_other_kind(trainer: TrainRank, case: Case, out: Path) -> None:
+    trainer.begin(OPTIMIZER, STEPS)
+    with pytest.raises(ValueError, match="distributed_optimizer") as refusal:
+        trainer.load(str(out.parent / "dopt_saved" / "checkpoint"))
+    (out / "refusal.txt").write_text(str(refusal.value))
 
 
 def _load_and_score(trainer: TrainRank, case: Case, out: Path) -> None:
