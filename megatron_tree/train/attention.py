@@ -40,15 +40,13 @@ class TreeAttention(MegatronModule):
         query: Tensor,  # [S / cp, 1, heads / tp, d]
         key: Tensor,  # [S / cp, 1, kv_heads / tp, d]
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: Tensor | None = None,
         packed_seq_params: TreeMask | None = None,
     ) -> Tensor:
         mask = packed_seq_params
-        if mask is None:
-            cp, cp_rank = self.cp_group.size(), self.cp_group.rank()
-            mask = TreeMask.of(attention_mask.cpu().numpy(), query.device, cp=cp, cp_rank=cp_rank)
+        assert mask is not None, "the tree mask comes as packed_seq_params"
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         if len(mask.shares) > 1:
             key, value = gather_tokens(torch.stack([key, value], 1), mask.shares, self.cp_group).unbind(1)

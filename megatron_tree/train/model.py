@@ -35,7 +35,9 @@ from megatron_tree.config import RecomputeConfig
 from megatron_tree.reshard.names import ModelShape, RopeScaling
 from megatron_tree.train import on_cpu
 from megatron_tree.train.attention import TreeAttention
+from megatron_tree.train.backends import choose
 from megatron_tree.train.group import RankSetup
+from megatron_tree.train.tree_mask import TreeMask
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -59,10 +61,10 @@ class RMSNorm(torch.nn.Module):
 class TreeGPTModel(GPTModel):
     """GPTModel on one packed micro-batch at a time.
 
-    forward(input_ids [1, S / cp], position_ids [1, S / cp], attention_mask = subtree_end [S],
-    labels = stack(predict_from, target_ids) [2, T]) returns log-probs [T] in fp32 on the last stage, the
-    hidden states [S / cp, 1, hidden], under sequence parallelism [S / cp / tp, 1, hidden], on the others.
-    T counts the tokens that this context-parallel rank predicts.
+    forward(input_ids [1, S / cp], position_ids [1, S / cp], attention_mask = None,
+    labels = stack(predict_from, target_ids) [2, T], packed_seq_params = a TreeMask) returns log-probs [T] in
+    fp32 on the last stage, the hidden states [S / cp, 1, hidden], under sequence parallelism
+    [S / cp / tp, 1, hidden], on the others. T counts the tokens that this context-parallel rank predicts.
     """
 
     def __init__(self, shape: ModelShape, *, temperature: float, **kwargs: Any) -> None:
@@ -74,7 +76,12 @@ class TreeGPTModel(GPTModel):
             self.output_layer.sequence_parallel = False
 
     def _preprocess(
-        self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        *args: Any,
+        packed_seq_params: TreeMask | None = None,  # Megatron's own would hold sequence lengths
+        **kwargs: Any,
     ) -> tuple[Any, ...]:
         decoder_input, _, *rest = super()._preprocess(input_ids, position_ids, *args, **kwargs)
         angles = position_ids[0].float().unsqueeze(1) * self.rotary_frequencies.to(position_ids.device)
@@ -170,7 +177,7 @@ def _recompute(config: RecomputeConfig) -> dict[str, Any]:
     return {}
 
 
-def layer_spec(shape: ModelShape) -> ModuleSpec:
+def layer_spec(shape: ModelShape, attention: str) -> ModuleSpec:
     head_norm = RMSNorm if shape.qk_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
@@ -181,7 +188,7 @@ def layer_spec(shape: ModelShape) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=TreeAttention,
+                    core_attention=ModuleSpec(TreeAttention, params={"backend": attention}),
                     linear_proj=RowParallelLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
@@ -210,11 +217,14 @@ def _build_chunk(
 ) -> TreeGPTModel:
     layout = setup.layout
     num_layers = len(layout.stage_layers(shape.num_layers, stage, chunk))
+    attention, _ = choose(setup.attention, "cpu" if on_cpu.use_cpu() else "cuda", DTYPES[setup.dtype])
     model = TreeGPTModel(
         shape,
         temperature=setup.temperature,
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([layer_spec(shape)] * num_layers, RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(
+            [layer_spec(shape, attention)] * num_layers, RMSNorm
+        ),
         vocab_size=shape.padded_vocab(layout.tp),
         max_sequence_length=shape.max_positions,
         pre_process=layout.has_embedding(stage, chunk),

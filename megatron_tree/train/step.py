@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -30,6 +31,7 @@ from megatron_tree.config import OptimizerConfig
 from megatron_tree.metrics import Metrics, merge
 from megatron_tree.train.group import StepResult
 from megatron_tree.train.model import TreeGPTModel
+from megatron_tree.train.tree_mask import TreeMask
 from megatron_tree.types import MicroBatch
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, Metrics]]
@@ -134,31 +136,32 @@ def _pipeline(
 ) -> list[Any]:
     """One pass of Megatron's schedule; what `on_output` kept of each micro-batch, on the last stage."""
     assert batches, "a step needs at least one micro-batch on every rank"
-    device = torch.cuda.current_device()
+    device = torch.device(torch.cuda.current_device())
+    cp = parallel_state.get_context_parallel_world_size()
+    cp_rank = parallel_state.get_context_parallel_rank()
+    # one mask serves all layers and chunks
+    masked = [(batch, TreeMask.of(batch.subtree_end, device, cp=cp, cp_rank=cp_rank)) for batch in batches]
 
-    def forward_step(batch_iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-        batch = next(batch_iterator)
-        ids, positions, ends, sources, targets = (
+    def forward_step(
+        inputs: Iterator[tuple[MicroBatch, TreeMask]], model: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
+        batch, mask = next(inputs)
+        ids, positions, sources, targets = (
             torch.tensor(array).to(device)
-            for array in (
-                batch.input_ids,
-                batch.position_ids,
-                batch.subtree_end,
-                batch.predict_from,
-                batch.target_ids,
-            )
+            for array in (batch.input_ids, batch.position_ids, batch.predict_from, batch.target_ids)
         )
         output = model(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
-            attention_mask=ends,
+            attention_mask=None,
             labels=torch.stack([sources, targets]),
+            packed_seq_params=mask,
         )
         return output, partial(on_output, batch)
 
     return get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=[iter(batches) for _ in chunks],
+        data_iterator=[iter(masked) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(batches),
         seq_length=batches[0].num_tokens,  # the real length travels with each tensor

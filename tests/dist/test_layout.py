@@ -149,7 +149,7 @@ def megatrons_model(shape: ModelShape, layout: ParallelLayout, rank: int, chunk:
         shape,
         temperature=1.0,
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([layer_spec(shape)] * count, RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules([layer_spec(shape, "node")] * count, RMSNorm),
         vocab_size=shape.padded_vocab(layout.tp),
         max_sequence_length=64,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
