@@ -1,19 +1,22 @@
-"""Runs Megatron ranks in processes of their own: one launch, many layouts.
+"""Runs Megatron ranks in processes of their own: one launch for all modules, many layouts.
 
 A process costs seconds to import, so each case re-initialises the parallel state in the same processes; ranks
-beyond a case's world size wait for the next case. Results come back as files: log-probs as .npy, gradients as
-a model image written through the slice plan (each owner its slices), so that a wrong plan shows as a wrong
-gradient.
+beyond a case's world size wait for the next case. A failure ends them all. Results
+come back as files: log-probs as .npy, gradients as a model image written through the slice plan (each owner its
+slices), so that a wrong plan shows as a wrong gradient.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import numpy as np
@@ -59,37 +62,71 @@ class Case:
         )
 
 
+_ranks: list[tuple[SpawnProcess, Connection]] = []  # until `stop`
+
+
 def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
     """Writes `out/<case>/…`. Raises with the first rank's traceback."""
     world = max(case.layout.world_size for case in cases)
+    while len(_ranks) < world:
+        _ranks.append(_launch(len(_ranks)))
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
-    context = multiprocessing.get_context("spawn")
-    errors = context.Queue()
-    ranks = [context.Process(target=_rank, args=(r, store.port, cases, out, errors)) for r in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout_s)
-    hanging = [process for process in ranks if process.is_alive()]
-    for process in hanging:
+    for _, pipe in _ranks[:world]:
+        pipe.send((store.port, cases, out))
+    if fault := _fault(timeout_s, [pipe for _, pipe in _ranks[:world]]):
+        stop()  # the others may hang
+        raise AssertionError(fault)
+
+
+def _fault(timeout_s: float, waiting: list[Connection]) -> str | None:
+    """The first rank's that has one, once all are done."""
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        ready = wait(waiting, deadline - time.monotonic())
+        if not ready:
+            return f"{len(waiting)} ranks did not finish in {timeout_s} s"
+        for pipe in ready:
+            waiting.remove(pipe)
+            try:
+                fault = pipe.recv()
+            except EOFError:
+                fault = "a rank died"
+            if fault is not None:
+                return fault
+    return None
+
+
+def stop() -> None:
+    while _ranks:
+        process, _ = _ranks.pop()
         process.kill()
-    if not errors.empty():
-        raise AssertionError(errors.get())
-    assert not hanging, f"{len(hanging)} ranks did not finish in {timeout_s} s"
+        process.join()
 
 
-def _rank(rank: int, port: int, cases: list[Case], out: Path, errors: multiprocessing.Queue) -> None:
+def _launch(rank: int) -> tuple[SpawnProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_rank, args=(rank, theirs))
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _rank(rank: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    try:
-        for case in cases:
-            if rank < case.layout.world_size:
-                _run_case(rank, case, dist.PrefixStore(case.name, store), out / case.name)
-    except BaseException:  # reported to the parent, then raised again
-        errors.put(f"rank {rank}:\n{traceback.format_exc()}")
-        raise
+    while True:
+        port, cases, out = pipe.recv()
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        try:
+            for case in cases:
+                if rank < case.layout.world_size:
+                    _run_case(rank, case, dist.PrefixStore(case.name, store), out / case.name)
+        except BaseException:  # reported to the parent, then raised again
+            pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
+            raise
+        pipe.send(None)
 
 
 def _run_case(rank: int, case: Case, store: dist.Store, out: Path) -> None:
