@@ -2,8 +2,8 @@
 
 A process costs seconds to import, so each case re-initialises the parallel state in the same processes; ranks
 beyond a case's world size wait for the next case. A failure ends them all. Results come back as files:
-log-probs as .npy, gradients as a model image written through the slice plan (each owner its slices), so that a
-wrong plan shows as a wrong gradient.
+log-probs as .npy, gradients as a model image written through the slice plan (each owner its slices), so that
+a wrong plan shows as a wrong gradient.
 """
 
 from __future__ import annotations
