@@ -50,16 +50,18 @@ print(json.dumps({
     "megatron": """
 import json
 from types import SimpleNamespace
+import torch
 from megatron.core import optimizer
-from megatron_tree.train import model
-layer = model.layer_spec(SimpleNamespace(qk_norm=False)).submodules
-attention = layer.self_attention.submodules
-found = {
-    "linear": attention.linear_qkv, "norm": layer.input_layernorm, "attention": attention.core_attention,
-    "optimizer": optimizer.Adam,
-}
+from megatron_tree.train import adamw, backends, model
+adamw.install()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+backend, why = backends.choose("auto", device, torch.float32)
+layer = model.layer_spec(SimpleNamespace(qk_norm=False), backend).submodules
+linear = layer.self_attention.submodules.linear_qkv
+found = {"linear": linear, "norm": layer.input_layernorm, "optimizer": optimizer.Adam}
 package = lambda c: c.__module__.partition(".")[0]
-print(json.dumps({name: f"{package(c)}:{c.__qualname__}" for name, c in found.items()}))""",
+names = {name: f"{package(c)}:{c.__qualname__}" for name, c in found.items()}
+print(json.dumps(names | {"attention": f"megatron_tree:{backend}", "why": why}))""",
     "vllm": """
 import json
 from vllm.platforms import current_platform
@@ -263,7 +265,8 @@ def _operations(answers: dict[str, Answer], has_gpu: bool) -> Iterator[Row]:
     else:
         for name in ("linear", "norm", "attention", "optimizer"):
             package, _, kind = megatron.found[name].partition(":")
-            yield Row("operations", name, f"{kind} ({package})", _reason(name, package, device))
+            why = megatron.found["why"] if name == "attention" else _reason(name, package, device)
+            yield Row("operations", name, f"{kind} ({package})", why)
     engine = answers["vllm"]
     if engine.found is None:
         yield Row("operations", "engines", "vLLM does not import", engine.error, "wrong")
@@ -283,7 +286,6 @@ def _operations(answers: dict[str, Answer], has_gpu: bool) -> Iterator[Row]:
 def _reason(name: str, package: str, device: str) -> str:
     """Megatron picks its optimizer by what imports; the layers are this package's choice."""
     if name == "optimizer":
-        return "neither Transformer Engine nor Apex imports" if package == "torch" else f"{package} imports"
-    if name == "attention":
-        return "backend `node`: runs on any device"
+        ours = package == "megatron_tree"
+        return "neither Transformer Engine nor Apex imports" if ours else f"{package} imports"
     return f"{device}; Megatron's local layer" if package == "megatron" else device

@@ -119,7 +119,8 @@ FOUND = {
             "linear": "megatron:Linear",
             "norm": "ours:Norm",
             "attention": "ours:Tree",
-            "optimizer": "torch:AdamW",
+            "optimizer": "megatron_tree:AdamW",
+            "why": "no GPU",
         }
     ),
     "vllm": Answer({"device": "cpu", "backend": "image", "registered": True}),
