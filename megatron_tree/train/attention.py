@@ -46,7 +46,7 @@ class TreeAttention(MegatronModule):
         packed_seq_params: TreeMask | None = None,
     ) -> Tensor:
         mask = packed_seq_params
-        assert mask is not None, "the tree mask comes as packed_seq_params"
+        assert mask is not None, "each micro-batch brings its TreeMask"
         query, key, value = (tensor.squeeze(1) for tensor in (query, key, value))
         if len(mask.shares) > 1:
             key, value = gather_tokens(torch.stack([key, value], 1), mask.shares, self.cp_group).unbind(1)
