@@ -1,0 +1,120 @@
+"""Measures training on packed trees against copied paths and a dense mask. One JSON line comes last.
+
+    python tools/bench_training.py                      # TP 1 x PP 1, three tree shapes; minutes
+    python tools/bench_training.py --tp 2 --pp 2        # four ranks
+    python tools/bench_training.py --shape 2,6,1 --profile
+
+All figures are of one run, one random Llama of 25 M parameters in fp32 and one set of random trees (FACTS
+section 3: prompt 200, turns of 120 + 300 tokens, three deep, answer 60). Steps of the forms alternate and
+their medians are compared. `matmul_efficiency` is the step's products per second over those of a square
+matrix product on all ranks at once. The ranks are in `bench_training_ranks`. Left out: growing, publishing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # its other halves are found however it is started
+from megatron_tree.config import AlgoConfig, ParallelConfig
+from megatron_tree.reshard import image
+from megatron_tree.reshard.names import ModelShape, read_shape
+from megatron_tree.train.group import RankSetup
+from tools.bench_training_ranks import Plan, run_ranks
+from tools.bench_trees import TreeShape
+
+
+def make_model(folder: Path, seed: int) -> ModelShape:
+    """A Hugging Face folder of a random Llama: 8 layers, 384 wide, 6 heads and 2 KV heads of 64, untied."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=16384,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        dtype="float32",
+    ).save_pretrained(folder)
+    shape = read_shape(folder)
+    image.create(folder / "model.safetensors", shape, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in image.writable(folder / "model.safetensors").items():
+        tensor.normal_(1.0 if "norm" in name else 0.0, 0.02, generator=generator)
+    return shape
+
+
+def tree_shape(text: str) -> TreeShape:
+    numbers = [int(part) for part in text.split(",")]
+    if len(numbers) != 3 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must be M,N,L, three numbers from 1 up, got {text}")
+    return TreeShape(*numbers)
+
+
+def rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument(
+        "--shape", type=tree_shape, action="append", help="M,N,L; may be given again (2,2,1 2,6,1 4,5,1)"
+    )
+    parser.add_argument("--prompts", type=int, help="of a step (one, and two where stages are to be filled)")
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each form")
+    parser.add_argument("--profile", action="store_true", help="print where the time goes to stderr")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and files go
+    shapes = tuple(args.shape or (tree_shape(text) for text in ("2,2,1", "2,6,1", "4,5,1")))
+    prompts = args.prompts or (1 if args.pp == 1 else 2)
+    with tempfile.TemporaryDirectory(prefix="megatron-tree-bench-") as folder:
+        model = make_model(Path(folder), seed=1)
+        setup = RankSetup(folder, ParallelConfig(tp=args.tp, pp=args.pp), "fp32", 1.0, AlgoConfig(), 600.0, 1)
+        plan = Plan(shapes, prompts, args.micro_batch_tokens, args.steps, args.profile)
+        figures = run_ranks(setup, plan)
+    for shape, found in zip(shapes, figures, strict=True):
+        print(f"{shape}: {rounded(found)}", file=sys.stderr)
+    names = [f"{shape.trees},{shape.expand_nodes},{shape.expand_rounds}" for shape in shapes]
+    report = {
+        "tp": args.tp,
+        "pp": args.pp,
+        "prompts": prompts,
+        "micro_batch_tokens": args.micro_batch_tokens,
+        "steps": args.steps,
+        "parameters": sum(map(math.prod, model.tensors().values())),
+        "M,N,L": dict(zip(names, figures, strict=True)),
+        "machine": f"{os.cpu_count()} x {_cpu()}, {platform.system()} {platform.release()}",
+        "load_average": os.getloadavg()[0],
+    }
+    print(json.dumps(rounded(report)))
+    return 0
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
