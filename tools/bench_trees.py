@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_tree.algo import advantage
 from megatron_tree.algo.batch import PackingSpec, partition
-from megatron_tree.algo.packing import Piece, cut, node_weights, pack
+from megatron_tree.algo.packing import Piece, cut, join, node_weights, pack
 from megatron_tree.config import AlgoConfig
 from megatron_tree.rollout.select import candidates, draw
 from megatron_tree.types import Group, Leaf, Node, Row, StepBatch, Tree
@@ -77,7 +77,8 @@ def copied_batch(groups: Sequence[Group], algo: AlgoConfig, spec: PackingSpec) -
         totals = advantage.advantages(group, algo).total
         for tree, a, c in zip(group.trees, totals, prompt_weights, strict=True):
             for i, copy in enumerate(_paths(tree)):
-                pieces += cut(copy, node_weights(copy, a[i : i + 1], c[i : i + 1]), spec.micro_batch_tokens)
+                weights = node_weights(copy, a[i : i + 1], c[i : i + 1])
+                pieces += cut(join([(copy, weights)]), spec.micro_batch_tokens)
     return [[pack(held, spec.pad_to).micro_batch for held in rank] for rank in partition(pieces, spec)]
 
 

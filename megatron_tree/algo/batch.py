@@ -19,7 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_tree.algo import advantage
-from megatron_tree.algo.packing import NodeWeights, Packed, Piece, Span, cut, node_weights, pack, visible_keys
+from megatron_tree.algo.packing import (
+    NodeWeights,
+    Packed,
+    Piece,
+    Span,
+    cut,
+    join,
+    node_weights,
+    pack,
+    visible_keys,
+)
 from megatron_tree.config import AlgoConfig
 from megatron_tree.metrics import Max, Mean, Metrics, Sum
 from megatron_tree.types import Group, StepBatch, Tree
@@ -142,23 +152,31 @@ def _first_fit(sizes: NDArray[np.int64], capacity: int) -> int:
 def _batch(
     weighted: Sequence[tuple[Tree, NodeWeights]], spec: PackingSpec
 ) -> tuple[list[list[Packed]], Metrics]:
-    by_tree = [cut(tree, weights, spec.micro_batch_tokens) for tree, weights in weighted]
-    assigned = partition([piece for pieces in by_tree for piece in pieces], spec)
-    packed = [[pack(pieces, spec.pad_to) for pieces in rank] for rank in assigned]
-    return packed, _metrics([tree for tree, _ in weighted], by_tree, assigned, packed, spec)
+    by_prompt: dict[tuple[str, bytes], list[tuple[Tree, NodeWeights]]] = {}
+    for tree, weights in weighted:
+        prompt = (tree.group_id, tree.nodes[0].observation_ids.tobytes())
+        by_prompt.setdefault(prompt, []).append((tree, weights))
+    joined = [join(trees) for trees in by_prompt.values()]
+    pieces = [cut(tree, spec.micro_batch_tokens) for tree in joined]
+    assigned = partition([piece for parts in pieces for piece in parts], spec)
+    packed = [[pack(parts, spec.pad_to) for parts in rank] for rank in assigned]
+    unique, copied = (
+        sum(tree.num_tokens for tree in joined),
+        sum(tree.num_copied_tokens for tree, _ in weighted),
+    )
+    return packed, _metrics(unique, copied, pieces, assigned, packed, spec)
 
 
 def _metrics(
-    trees: Sequence[Tree],
-    by_tree: Sequence[Sequence[Piece]],
+    unique: int,
+    copied: int,
+    by_prompt: Sequence[Sequence[Piece]],
     assigned: Assignment,
     packed: Sequence[Sequence[Packed]],
     spec: PackingSpec,
 ) -> Metrics:
     """`copied` counts each leaf's path as a sequence of its own, `recomputed` what cuts repeat as context."""
-    unique = sum(tree.num_unique_tokens for tree in trees)
-    copied = sum(tree.num_copied_tokens for tree in trees)
-    held = sum(piece.num_tokens for pieces in by_tree for piece in pieces)
+    held = sum(piece.num_tokens for pieces in by_prompt for piece in pieces)
     batches = [item.micro_batch for rank in packed for item in rank]
     loads = [sum(cost(piece, spec.hidden_size) for pieces in rank for piece in pieces) for rank in assigned]
     return {
@@ -168,7 +186,7 @@ def _metrics(
         "packing/trained_tokens": Sum(sum(batch.num_trained for batch in batches)),
         "packing/recomputed_tokens": Sum(held - unique),
         "packing/padding_tokens": Sum(sum(batch.num_tokens for batch in batches) - held),
-        "packing/cut_trees": Sum(sum(len(pieces) > 1 for pieces in by_tree)),
+        "packing/cut_prompts": Sum(sum(len(pieces) > 1 for pieces in by_prompt)),
         "packing/micro_batches": Sum(len(batches)),
         "packing/fillers": Sum(sum(not pieces for rank in assigned for pieces in rank)),
         "packing/imbalance": Max(max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0),

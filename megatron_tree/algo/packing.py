@@ -1,11 +1,12 @@
 """Trees to packed micro-batches and back (DESIGN 5.3 and 6).
 
-A tree is packed in depth-first order, children in index order, so that a node's subtree is one range of
-tokens and one int per token (`subtree_end`) is the whole mask. A tree too long for a micro-batch is cut into
-*pieces*: some leaves with their whole paths. Invariants, each asserted in the test under these words:
+The M trees of a prompt are one tree here: they share the prompt, which is packed once. It is packed in
+depth-first order, children in index order, so that a node's subtree is one range of tokens and one int per
+token (`subtree_end`) is the whole mask. A tree too long for a micro-batch is cut into *pieces*: some leaves
+with their whole paths. Invariants, each asserted in the test under these words:
 
 1. A piece is closed under parents: every token sees its whole path.
-2. Over the pieces of a tree each node is trained exactly once; elsewhere it is context, recomputed.
+2. Over the pieces of a prompt each node is trained exactly once; elsewhere it is context, recomputed.
 3. All trained tokens of a node share one weight (a+, a-, k): the sums over *all* leaves of the tree below it.
 4. A piece holds at most `budget` tokens; among cuts between depth-first neighbours the chosen one recomputes
 least.
@@ -38,11 +39,29 @@ class NodeWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Some leaves of a tree with their paths. An uncut tree is one piece that trains all it holds."""
+class Joined:
+    """The trees of one prompt as one: the prompt is node 0 of all, the others follow tree by tree.
 
-    tree: Tree
+    Worked example: trees with parents -1 0 1 and -1 0 0 have together -1 0 1 0 0.
+    """
+
+    group_id: str
+    nodes: list[Node]
+    parents: list[int]
+    ends: list[int]  # the leaves
     weights: NodeWeights
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(node.num_tokens for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some leaves of a prompt's trees with their paths. Uncut, they are one piece that trains all it
+    holds."""
+
+    tree: Joined
     nodes: tuple[int, ...]  # depth-first
     trained: frozenset[int]  # of these, the nodes whose actions are trained here
 
@@ -77,14 +96,32 @@ def node_weights(tree: Tree, advantages: Array, weights: Array) -> NodeWeights:
     return NodeWeights(*sums)
 
 
-def cut(tree: Tree, weights: NodeWeights, budget: int) -> list[Piece]:
-    """The pieces of a tree, one where it fits. Raises ValueError where a single path is over the budget.
+def join(trees: Sequence[tuple[Tree, NodeWeights]]) -> Joined:
+    """The trees of one prompt, whose ids must be the same in all."""
+    first = trees[0][0]
+    nodes, parents, ends = [first.nodes[0]], [-1], []
+    for tree, _ in trees:
+        assert np.array_equal(tree.nodes[0].observation_ids, nodes[0].observation_ids), "one prompt"
+        before = len(nodes) - 1
+        nodes += tree.nodes[1:]
+        parents += [node.parent + before if node.parent else 0 for node in tree.nodes[1:]]
+        ends += [leaf.node + before if leaf.node else 0 for leaf in tree.leaves]
+    sums = (
+        np.concatenate([[sum(x[0] for x in parts)], *(x[1:] for x in parts)])
+        for parts in zip(*((w.adv_pos, w.adv_neg, w.leaf) for _, w in trees), strict=True)
+    )
+    return Joined(first.group_id, nodes, parents, ends, NodeWeights(*sums))
+
+
+def cut(tree: Joined, budget: int) -> list[Piece]:
+    """The pieces of a prompt's trees, one where they fit. Raises ValueError where a single path is over the
+    budget.
 
     `best[j]` is the least number of tokens recomputed when the first j leaves (depth-first) are in whole
     pieces; a piece that starts at leaf i recomputes what that leaf shares with leaf i-1.
     """
-    leaves = _depth_first_leaves(tree)
-    paths = [tree.path(leaf) for leaf in leaves]
+    paths = sorted(_path(tree, end) for end in tree.ends)  # like words: a parent is a prefix
+    leaves = [path[-1] for path in paths]
     length = _path_tokens(tree)
     shared = [0] + [length[_common(a, b)] for a, b in pairwise(paths)]
     best, start = [0], [0]
@@ -99,11 +136,11 @@ def cut(tree: Tree, weights: NodeWeights, budget: int) -> list[Piece]:
         if least[1] < 0:
             raise ValueError(
                 "train.micro_batch_tokens: must hold the longest root-to-leaf path, "
-                f"{length[leaves[j - 1]]} tokens in tree {tree.index} of prompt {tree.group_id}, got {budget}"
+                f"{length[leaves[j - 1]]} tokens of prompt {tree.group_id}, got {budget}"
             )
         best.append(least[0])
         start.append(least[1])
-    return _pieces(tree, weights, paths, start)
+    return _pieces(tree, paths, start)
 
 
 def pack(pieces: Sequence[Piece], pad_to: int, pad_id: int = 0) -> Packed:
@@ -138,8 +175,7 @@ def visible_keys(piece: Piece) -> int:
     """The attention's area: for each token of a piece, the tokens of its path up to itself, summed."""
     depth, area = {-1: 0}, 0
     for i in piece.nodes:
-        node = piece.tree.nodes[i]
-        before, count = depth[node.parent], node.num_tokens
+        before, count = depth[piece.tree.parents[i]], piece.tree.nodes[i].num_tokens
         depth[i] = before + count
         area += count * before + count * (count + 1) // 2
     return area
@@ -160,24 +196,25 @@ class _Parts:
 
     def add(self, piece: Piece) -> None:
         """Appends the nodes of a piece in their order."""
-        nodes, first, sums = piece.tree.nodes, {}, piece.weights
+        nodes, parents, sums = piece.tree.nodes, piece.tree.parents, piece.tree.weights
+        first: dict[int, int] = {}
         at, depth, last = self.size, {-1: 0}, {-1: -1}
         for i in piece.nodes:
             first[i], count = at, nodes[i].num_tokens
-            depth[i] = depth[nodes[i].parent] + count
+            depth[i] = depth[parents[i]] + count
             at += count
-            last[i] = at - 1 if count else last[nodes[i].parent]
+            last[i] = at - 1 if count else last[parents[i]]
         ends = _subtree_ends(piece, first, at)
         for i in piece.nodes:
             node = nodes[i]
             self.nodes.append(node)
-            self.depths.append(depth[node.parent])
+            self.depths.append(depth[parents[i]])
             self.ends.append(ends[i])
             if i in piece.trained and len(node.action_ids):
-                assert last[node.parent] >= 0, f"tree {piece.tree.group_id}: no token comes before node {i}"
+                assert last[parents[i]] >= 0, f"prompt {piece.tree.group_id}: no token comes before node {i}"
                 self.trained.append(node)
                 self.first.append(first[i])
-                self.before.append(last[node.parent])
+                self.before.append(last[parents[i]])
                 self.weights.append((sums.adv_pos[i], sums.adv_neg[i], sums.leaf[i]))
         self.size = at
 
@@ -225,13 +262,13 @@ def _subtree_ends(piece: Piece, first: dict[int, int], end: int) -> dict[int, in
     ends: dict[int, int] = {}
     open_nodes: list[int] = []
     for i in piece.nodes:
-        while open_nodes and open_nodes[-1] != piece.tree.nodes[i].parent:
+        while open_nodes and open_nodes[-1] != piece.tree.parents[i]:
             ends[open_nodes.pop()] = first[i]
         open_nodes.append(i)
     return ends | dict.fromkeys(open_nodes, end)
 
 
-def _pieces(tree: Tree, weights: NodeWeights, paths: list[list[int]], start: list[int]) -> list[Piece]:
+def _pieces(tree: Joined, paths: list[list[int]], start: list[int]) -> list[Piece]:
     """`start[j]` is the first leaf of the best piece that ends before leaf j: walk back from the end."""
     bounds = [len(paths)]
     while bounds[-1] > 0:
@@ -240,21 +277,24 @@ def _pieces(tree: Tree, weights: NodeWeights, paths: list[list[int]], start: lis
     pieces, done = [], frozenset[int]()
     for i, j in pairwise(bounds):
         nodes = tuple(dict.fromkeys(node for path in paths[i:j] for node in path))
-        pieces.append(Piece(tree, weights, nodes, frozenset(nodes) - done))
+        pieces.append(Piece(tree, nodes, frozenset(nodes) - done))
         done |= frozenset(nodes)
     return pieces
 
 
-def _depth_first_leaves(tree: Tree) -> list[int]:
-    """Paths sort like words: the parent is a prefix, children in index order."""
-    return [path[-1] for path in sorted(tree.path(leaf.node) for leaf in tree.leaves)]
+def _path(tree: Joined, node: int) -> list[int]:
+    found = []
+    while node >= 0:
+        found.append(node)
+        node = tree.parents[node]
+    return found[::-1]
 
 
-def _path_tokens(tree: Tree) -> list[int]:
+def _path_tokens(tree: Joined) -> list[int]:
     """Tokens from the root to each node, both included."""
     through: list[int] = []
-    for node in tree.nodes:
-        through.append(node.num_tokens + (through[node.parent] if node.parent >= 0 else 0))
+    for node, parent in zip(tree.nodes, tree.parents, strict=True):
+        through.append(node.num_tokens + (through[parent] if parent >= 0 else 0))
     return through
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_tree.algo import advantage
-from megatron_tree.algo.packing import cut, node_weights, pack
+from megatron_tree.algo.packing import cut, join, node_weights, pack
 from megatron_tree.config import AlgoConfig
 from megatron_tree.types import Group, StepBatch, Tree
 from tests.toy_trees import chain_copies
@@ -24,7 +24,7 @@ def copied(groups: list[Group], algo: AlgoConfig) -> StepBatch:
         for tree, a, c in zip(group.trees, totals, prompt_weights, strict=True):
             for index, copy in enumerate(chain_copies(tree)):
                 node = node_weights(copy, a[index : index + 1], c[index : index + 1])
-                batches.append(pack(cut(copy, node, 10_000), pad_to=1).micro_batch)
+                batches.append(pack(cut(join([(copy, node)]), 10_000), pad_to=1).micro_batch)
     return [batches]
 
 

@@ -182,12 +182,12 @@ def test_the_gradient_does_not_depend_on_ranks_budgets_or_padding() -> None:
     groups = scored_groups(5, model, TreeTransformer(1))
     algo = ALGOS[0]
     wanted = gradients(packed_loss(model, step_batch(groups, algo, WHOLE)[0], algo), model)
-    cut_trees = 0.0
+    cut_prompts = 0.0
     for dp, tokens, pad_to in ((1, LONGEST, 1), (2, 64, 8), (5, LONGEST, 6)):
         batch, measured = step_batch(groups, algo, PackingSpec(dp, tokens, pad_to, WIDTH))
-        cut_trees += measured["packing/cut_trees"].value
+        cut_prompts += measured["packing/cut_prompts"].value
         assert_same(gradients(packed_loss(model, batch, algo), model), wanted)
-    assert cut_trees > 0  # else this test shows nothing about cuts
+    assert cut_prompts > 0  # else this test shows nothing about cuts
 
 
 def test_the_noise_clips_both_signs() -> None:

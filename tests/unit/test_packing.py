@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_tree.algo.packing import NodeWeights, Piece, cut, node_weights, pack, scatter, visible_keys
+from megatron_tree.algo.packing import (
+    NodeWeights,
+    Piece,
+    cut,
+    join,
+    node_weights,
+    pack,
+    scatter,
+    visible_keys,
+)
 from megatron_tree.types import Leaf, Node, Tree
 from tests.toy_trees import chain_copies, random_tree
 
@@ -31,7 +40,7 @@ def weightless(tree: Tree) -> NodeWeights:
 
 
 def whole(tree: Tree) -> list[Piece]:
-    return cut(tree, weightless(tree), 10**9)
+    return cut(join([(tree, weightless(tree))]), 10**9)
 
 
 P, Q, A, B, C = 1, 2, 3, 4, 5
@@ -47,7 +56,7 @@ def test_the_worked_example_of_micro_batch() -> None:
     """Every number stands in MicroBatch's docstring; weights by hand: leaf a b has c A = .5 * 2, leaf c .25 *
     -2."""
     weights = node_weights(EXAMPLE, np.array([2.0, -2.0]), np.array([0.5, 0.25]))
-    packed = pack(cut(EXAMPLE, weights, 5), pad_to=4, pad_id=9)
+    packed = pack(cut(join([(EXAMPLE, weights)]), 5), pad_to=4, pad_id=9)
     got = packed.micro_batch
     assert got.input_ids.tolist() == [P, Q, A, B, C, 9, 9, 9]
     assert got.position_ids.tolist() == [0, 1, 2, 3, 2, 0, 0, 0]
@@ -71,6 +80,23 @@ def test_node_weights_sum_over_the_leaves_below_by_sign() -> None:
     assert got.adv_pos.tolist() == [1.0, 0.5, 0.5, 0.0, 0.5]
     assert got.adv_neg.tolist() == [-1.5, -1.5, 0.0, -1.5, 0.0]
     assert got.leaf.tolist() == [1.25, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_the_trees_of_a_prompt_share_it() -> None:
+    """The worked example twice: p q once, then a b and c of both trees; every first action comes from q."""
+    first = node_weights(EXAMPLE, np.array([2.0, -2.0]), np.array([0.5, 0.25]))
+    second = node_weights(EXAMPLE, np.array([-4.0, 4.0]), np.array([0.5, 0.25]))
+    tree = join([(EXAMPLE, first), (EXAMPLE, second)])
+    assert tree.parents == [-1, 0, 0, 0, 0]
+    assert (tree.weights.adv_pos[0], tree.weights.adv_neg[0], tree.weights.leaf[0]) == (2.0, -2.5, 1.5)
+    (piece,) = cut(tree, 8)
+    got = pack([piece], pad_to=1).micro_batch
+    assert got.input_ids.tolist() == [P, Q, A, B, C, A, B, C]
+    assert got.position_ids.tolist() == [0, 1, 2, 3, 2, 2, 3, 2]
+    assert got.subtree_end.tolist() == [8, 8, 4, 4, 5, 7, 7, 8]
+    assert got.predict_from.tolist() == [1, 2, 1, 1, 5, 1]
+    assert got.adv_pos.tolist() == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
+    assert got.adv_neg.tolist() == [0.0, 0.0, -0.5, -2.0, -2.0, 0.0]
 
 
 def test_a_filler_trains_nothing_and_sees_nothing() -> None:
@@ -133,7 +159,7 @@ def test_cuts_keep_the_invariants(seed: int, slack: int) -> None:
     """1: closed under parents. 2: each node is trained exactly once. 4: at most `budget` tokens."""
     tree = random_tree(np.random.default_rng(seed), depth=4, branches=5)
     budget = max(sum(tree.nodes[i].num_tokens for i in tree.path(leaf.node)) for leaf in tree.leaves) + slack
-    pieces = cut(tree, weightless(tree), budget)
+    pieces = cut(join([(tree, weightless(tree))]), budget)
     for piece in pieces:
         assert all(tree.nodes[i].parent in (-1, *piece.nodes[:k]) for k, i in enumerate(piece.nodes))
         assert piece.num_tokens <= budget
@@ -155,21 +181,21 @@ def test_the_chosen_cut_recomputes_least(seed: int, slack: int) -> None:
         sizes = [size(paths[a:b]) for a, b in itertools.pairwise(bounds)]
         if max(sizes) <= budget:
             totals.append(sum(sizes))
-    assert sum(piece.num_tokens for piece in cut(tree, weightless(tree), budget)) == min(totals)
+    assert sum(piece.num_tokens for piece in cut(join([(tree, weightless(tree))]), budget)) == min(totals)
 
 
 def test_a_path_over_the_budget_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"train.micro_batch_tokens: must hold the longest root-to-leaf path, 4 tokens in tree 0 of "
-        r"prompt g, got 3",
+        match=r"train.micro_batch_tokens: must hold the longest root-to-leaf path, 4 tokens of prompt g, "
+        r"got 3",
     ):
-        cut(EXAMPLE, weightless(EXAMPLE), 3)
+        cut(join([(EXAMPLE, weightless(EXAMPLE))]), 3)
 
 
 def test_a_cut_tree_by_hand() -> None:
     """Budget 4 holds p q a b or p q c: two pieces, the second recomputes p q and trains c alone."""
-    first, second = cut(EXAMPLE, weightless(EXAMPLE), 4)
+    first, second = cut(join([(EXAMPLE, weightless(EXAMPLE))]), 4)
     assert (first.nodes, first.trained) == ((0, 1), {0, 1})
     assert (second.nodes, second.trained) == ((0, 2), {2})
     got = pack([second], 1).micro_batch
@@ -188,7 +214,7 @@ def test_scattered_logprobs_come_back_in_the_next_packing(seed: int) -> None:
     rng = np.random.default_rng(seed)
     tree = random_tree(rng, depth=4, branches=4)
     longest = max(sum(tree.nodes[i].num_tokens for i in tree.path(leaf.node)) for leaf in tree.leaves)
-    packed = [pack([piece], 4) for piece in reversed(cut(tree, weightless(tree), longest))]
+    packed = [pack([piece], 4) for piece in reversed(cut(join([(tree, weightless(tree))]), longest))]
     scored = [item.micro_batch.engine_logprobs for item in packed]
     scatter([[item.spans for item in packed]], [scored], "old_logprobs")
     scatter([[item.spans for item in packed]], [[2 * part for part in scored]], "ref_logprobs")

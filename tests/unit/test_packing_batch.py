@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_tree import metrics
 from megatron_tree.algo.batch import PackingSpec, cost, partition, scoring_batch, sft_batch, split, step_batch
-from megatron_tree.algo.packing import NodeWeights, Piece, cut
+from megatron_tree.algo.packing import NodeWeights, Piece, cut, join
 from megatron_tree.config import AlgoConfig
 from megatron_tree.types import Group, MicroBatch
 from tests.toy_trees import random_group, random_tree
@@ -50,7 +50,8 @@ def test_invariants_of_a_step(seed: int, count: int, spec: PackingSpec) -> None:
         np.testing.assert_array_equal(np.sort(here), np.sort(getattr(alone[0][0], name)))
     trees = [tree for group in groups for tree in group.trees]
     got = metrics.values(measured)
-    unique = sum(tree.num_unique_tokens for tree in trees)
+    prompts = sum(group.trees[0].nodes[0].num_tokens for group in groups)  # each once, whatever M
+    unique = prompts + sum(node.num_tokens for tree in trees for node in tree.nodes[1:])
     assert got["packing/unique_tokens"] == unique
     held = sum(mb.num_tokens for mb in flat(batch)) - got["packing/padding_tokens"]
     assert got["packing/recomputed_tokens"] == held - unique
@@ -125,7 +126,7 @@ def test_cost_by_hand() -> None:
     """A chain of 5 prompt tokens and 1..4 more: n tokens see n (n + 1) / 2 keys; 6 * 8 = 48 keys cost one
     token."""
     tree = random_tree(np.random.default_rng(0), depth=1, branches=0)
-    (piece,) = cut(tree, NodeWeights(*np.zeros((3, 2))), 100)
+    (piece,) = cut(join([(tree, NodeWeights(*np.zeros((3, 2))))]), 100)
     n = tree.num_unique_tokens
     assert cost(piece, 8) == pytest.approx(n + n * (n + 1) / 2 / 48)
 
@@ -137,7 +138,7 @@ def test_thousands_of_trees_are_balanced() -> None:
         for _ in range(200)
     ]
     pieces: list[Piece] = [
-        p for tree in grown for p in cut(tree, NodeWeights(*np.zeros((3, len(tree.nodes)))), 10**6)
+        p for tree in grown for p in cut(join([(tree, NodeWeights(*np.zeros((3, len(tree.nodes)))))]), 10**6)
     ]
     pieces *= 20  # 4,000
     spec = PackingSpec(8, 8192, 8, 256)
