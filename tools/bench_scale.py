@@ -127,12 +127,11 @@ def one_size(prompts: int, spec: batching.PackingSpec, profile: bool) -> dict[st
     if profile:
         profiler.disable()
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("tottime").print_stats(25)
-    tokens = sum(tree.num_unique_tokens for tree in trees)
     return {
         "prompts": prompts,
         "leaves": sum(len(tree.leaves) for tree in trees),
-        "unique_tokens": tokens,
-        "copied_tokens": sum(tree.num_copied_tokens for tree in trees),
+        "unique_tokens": int(metrics["packing/unique_tokens"].value),
+        "copied_tokens": int(metrics["packing/copied_tokens"].value),
         "micro_batches": int(metrics["packing/micro_batches"].value),
         "imbalance": round(metrics["packing/imbalance"].value, 4),
         "seconds": watch.seconds,
