@@ -108,7 +108,8 @@ def _load(path: Path, overrides: list[str] | None) -> Config:
 def _run(config: Config, verb: str, *, trains: bool = True, rolls_out: bool = True) -> None:
     from megatron_tree import loop
     from megatron_tree.report import write_summary
-    from megatron_tree.session import Session, StopRequested
+    from megatron_tree.session import Session
+    from megatron_tree.stopping import StopRequested
 
     session = Session(config, trains=trains, rolls_out=rolls_out)
     try:

@@ -72,6 +72,8 @@ class RolloutConfig(Section):
     max_observation_tokens: Positive = 500
     temperature: Annotated[float, Field(gt=0)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    async_depth: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: the next iteration's trees grow while this one trains, hence under weights one version old."""
 
     @property
     def leaves_per_tree(self) -> int:
@@ -269,6 +271,11 @@ class Config(Section):
             raise ValueError(
                 f"train.mini_batches: must divide rollout.prompts {self.rollout.prompts}, "
                 f"got {self.train.mini_batches}"
+            )
+        if self.rollout.async_depth and self.algo.importance_cap is None:
+            raise ValueError(
+                "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one "
+                "version older than the weights that they train, got null"
             )
         if self.run.deterministic and (self.model.dtype, self.engine.dtype) != ("fp32", "fp32"):
             raise ValueError(

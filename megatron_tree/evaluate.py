@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
+from megatron_tree.config import EvalConfig, RolloutConfig
+from megatron_tree.rollout.grow import SeedPath
 from megatron_tree.rollout.reward import exact_match, token_f1
-from megatron_tree.types import Group
+from megatron_tree.types import Group, Row
 
 Z95 = 1.959964  # two-sided 95 % of the normal distribution
 
@@ -40,6 +43,24 @@ class Result:
         return {f"eval/{name}": value for name, value in self.sampled.items()} | {
             f"eval_greedy/{name}": value for name, value in self.greedy.items()
         }
+
+
+class Grow(Protocol):
+    def __call__(
+        self, rows: Sequence[Row], rollout: RolloutConfig, seed: SeedPath, *, temperature: float
+    ) -> Awaitable[list[Group]]: ...
+
+
+async def run(grow: Grow, rows: Sequence[Row], rollout: RolloutConfig, config: EvalConfig) -> Result:
+    """Chains on `rows`: `config.samples` a row, and one greedy if asked for."""
+    seed = SeedPath((config.seed, "eval"))
+    chains = rollout.model_copy(update={"expand_rounds": 0, "trees": config.samples})
+    sampled = await grow(rows, chains, seed, temperature=config.temperature)
+    greedy: list[Group] = []
+    if config.greedy:
+        one = chains.model_copy(update={"trees": 1})
+        greedy = await grow(rows, one, seed / "greedy", temperature=0.0)
+    return summarise(sampled, greedy)
 
 
 def interval(by_question: Sequence[float]) -> tuple[float, float]:

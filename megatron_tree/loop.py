@@ -3,7 +3,8 @@
     prompts -> grow trees -> score -> learn (advantages, packing, pipeline step) -> publish -> next iteration
 
 Departures from the paper: weights are published after every iteration, and old log-probs are the trainer's
-own.
+own. With `rollout.async_depth` 1 the order of the verbs is the same; `grow` then finds trees that grew while
+the last iteration was trained.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from megatron_tree.evaluate import Result, gain_interval
 from megatron_tree.metrics import Metrics, merge, values
 from megatron_tree.rollout import budget
 from megatron_tree.rollout import report as trees
-from megatron_tree.session import Session, StopRequested
+from megatron_tree.session import Session
+from megatron_tree.stopping import StopRequested
 from megatron_tree.train.group import TrainerFailed
-from megatron_tree.types import Group
 
 SAMPLE_TREES = 2  # shown in TensorBoard, per iteration
 
@@ -60,13 +61,13 @@ async def train(run: Session) -> dict[str, object]:
 async def iterate(run: Session) -> None:
     run.progress.timer.seconds.clear()
     begun = time.perf_counter()
-    groups = await run.grow()
-    await run.score(groups)
-    learned = await run.learn(groups)
+    async for ended in run.grow():
+        await run.score(ended)  # while others still grow
+    learned = await run.learn()
     await run.publish()
     await run.settle()
     run.iteration += 1
-    tell(run, groups, learned, time.perf_counter() - begun)
+    tell(run, learned, time.perf_counter() - begun)
     if run.config.eval.every and run.iteration % run.config.eval.every == 0:
         await evaluate(run)
     if run.config.train.checkpoint_every and run.iteration % run.config.train.checkpoint_every == 0:
@@ -101,8 +102,9 @@ async def evaluate_only(run: Session) -> dict[str, object]:
     return {"success": result.success, "success_ci": list(result.interval), **result.scalars()}
 
 
-def tell(run: Session, groups: list[Group], learned: Metrics, seconds: float) -> None:
+def tell(run: Session, learned: Metrics, seconds: float) -> None:
     """Everything that is logged of one iteration."""
+    groups = run.groups
     found = merge(
         [trees.metrics(groups), budget.metrics(groups, run.config.rollout), learned, run.pool.metrics()]
     )
@@ -129,7 +131,7 @@ def summary(run: Session, story: Story) -> dict[str, object]:
     records, before, after = run.log.records(), story.before, story.after
     steps = [record for record in records if "rollout/reward" in record]
     start = next((r["eval/success"] for r in records if r["step"] == 0 and "eval/success" in r), None)
-    sharing = [record["rollout/copied_over_unique_tokens"] for record in steps]
+    sharing = [record["packing/copied_over_unique"] for record in steps]
     layout = run.config.train.parallel
     return {
         "iterations": run.iteration,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Coroutine, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,17 +27,16 @@ from megatron_tree.reshard.image import Folder
 from megatron_tree.reshard.names import check_model, read_shape
 from megatron_tree.rollout.episode import build
 from megatron_tree.rollout.grow import SeedPath, grow_groups
+from megatron_tree.rollout.iterations import Iterations
+from megatron_tree.rollout.report import version_metrics
 from megatron_tree.rollout.tokens import Tokens
 from megatron_tree.runfolder import RunFolder
+from megatron_tree.stopping import Stopping, StopRequested, cancel
 from megatron_tree.train.group import Objective, RankSetup, StepResult, TrainerFailed, TrainerGroup
 from megatron_tree.types import Group, Row, RunFailed, StepBatch, Tree
 
-T = TypeVar("T")
 PUBLISH_TRIES = 2  # a flipped byte is written again, a wrong plan is refused again
-
-
-class StopRequested(Exception):
-    """Ctrl-C or SIGTERM. What can be cut short is; a step that began ends; then the run saves and stops."""
+SCORED_AT_ONCE = 4  # micro-batches per stage of a rank's pipeline: fewer would leave it mostly empty
 
 
 class Session:
@@ -58,13 +57,15 @@ class Session:
         if trains and rolls_out:
             self.order = PromptOrder(self._rows("train"), seed=config.run.seed, shuffle=config.data.shuffle)
             self._first_prompts = self.order.state_dict()
+            self.trees = self._iterations()
         self.eval_rows = self._rows("eval")[: config.eval.max_rows] if rolls_out and config.data.eval else []
         self.demonstrations = self._demonstrations() if trains and config.sft is not None else []
         self.folder = RunFolder(config)
         self.iteration = 0  # whole ones
+        self.groups: list[Group] = []  # of the iteration under way, once they have all ended
         self.version = 0  # published last
         self.best: tuple[int, float] | None = None  # (iteration, success)
-        self.stopping = asyncio.Event()
+        self.stopping = Stopping()
         self._restarts = self._skipped_in_a_row = 0
         self._warm = False  # the warm-up is over, or there is none
         self._saving: tuple[int, dict[str, Any]] | None = None  # the checkpoint that is being written
@@ -100,7 +101,9 @@ class Session:
             later(self.pool.stop)
             # engines start while the trainer starts and warms up
             self._pool_start = asyncio.ensure_future(self.pool.start())
-            later(_cancel, self._pool_start)
+            later(cancel, self._pool_start)
+            if self.trains:
+                later(self.trees.drop, 0)
         if self.trains:
             transport = cluster.trainer_transport(self._rank_setup())
             self.trainer = TrainerGroup(self.layout, self.config.train, transport)
@@ -151,7 +154,7 @@ class Session:
         await self.trainer.begin(sft.optimizer, sft.steps)
         with self.progress.phase("warm-up"):
             for step in range(sft.steps):
-                self._raise_if_stopping()
+                self.stopping.check()
                 batch, packing = batching.sft_batch(self._demonstrations_of(step), self.spec)
                 result = await self._step(batch, packing, "sft")
                 loss = result.metrics["sft/nll"].value
@@ -169,8 +172,14 @@ class Session:
             await self._pool_start
 
     async def publish(self) -> None:
-        """The actor's weights, as a new version, into every engine."""
+        """The actor's weights, as a new version, into every engine. Trees that grow ahead end first, for a
+        tree holds one version; a stop drops them."""
         engine = self.config.engine
+        with self.progress.phase("grow"):
+            try:
+                await self.stopping.unless(self.trees.idle())
+            except StopRequested:
+                await self.trees.drop(self.iteration + 1)
         with self.progress.phase("publish"):
             await self._pool_start
             for attempt in range(PUBLISH_TRIES):
@@ -212,6 +221,7 @@ class Session:
     async def recover(self, failure: TrainerFailed) -> None:
         """A new trainer group from the latest checkpoint, a bounded number of times; the engines stay."""
         await self.trainer.kill()
+        await self.trees.drop(0)
         self._saving = None  # its ranks are gone
         self._restarts += 1
         if self._restarts > self.config.train.max_restarts:
@@ -229,22 +239,24 @@ class Session:
 
     # -- one iteration
 
-    async def grow(self) -> list[Group]:
-        """The trees of this iteration's prompts. Cut short by a stop; the prompts are then taken again."""
-        taken = self.order.state_dict()
-        rows = self.order.take(self.config.rollout.prompts)
-        try:
+    async def grow(self) -> AsyncIterator[list[Group]]:
+        """The groups of this iteration's prompts as they end, some at a time; then all are in `groups`. Cut
+        short by a stop; the prompts are then taken again."""
+        self.stopping.check()  # trees that grew ahead would not be waited for
+        chunks = self.trees.groups(self.iteration)
+        while True:
             with self.progress.phase(
                 "grow", f"iteration {self.iteration + 1}/{self.config.train.iterations}"
             ):
-                seed = SeedPath((self.config.run.seed, self.iteration))
-                groups = await self._chains(rows, self.config.rollout, seed)
-        except BaseException:  # also a stop: the prompts are taken again; raised again
-            self.order.load_state_dict(taken)
-            raise
-        versions = {n.policy_version for g in groups for t in g.trees for n in t.nodes[1:]}
-        assert versions == {self.version}, f"a tree of version {self.version} holds versions {versions}"
-        return groups
+                try:
+                    chunk = await self.stopping.unless(anext(chunks, None))
+                except BaseException:  # also a stop: the prompts are taken again; raised again
+                    await self.trees.drop(self.iteration)
+                    raise
+            if chunk is None:
+                self.groups = self.trees.grown(self.iteration)
+                return
+            yield chunk
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Old and reference log-probs of every node, by forward passes over packed trees."""
@@ -255,26 +267,22 @@ class Session:
             if self.config.algo.kl_coef > 0:
                 scatter(spans, await self.trainer.score(batch, "reference"), "ref_logprobs")
 
-    async def learn(self, groups: Sequence[Group]) -> Metrics:
+    async def learn(self) -> Metrics:
         """The iteration's optimizer steps; metrics are reduced over them."""
-        found: list[Metrics] = []
+        found = [version_metrics(self.groups, self.version)]
+        lag = found[0]["rollout/version_lag"].value
+        assert lag <= self.config.rollout.async_depth, f"trees are {lag} versions old"
         with self.progress.phase("train"):
-            for part in batching.split(groups, self.config.train.mini_batches):
+            for part in batching.split(self.groups, self.config.train.mini_batches):
                 result = await self._step(*batching.step_batch(part, self.config.algo, self.spec), "policy")
                 found.append(result.metrics)
         return merge(found)
 
     async def evaluate(self) -> evaluate.Result:
         """Sampled, and if asked for greedy, chains on the held-out rows."""
-        config, seed = self.config.eval, SeedPath((self.config.eval.seed, "eval"))
-        chains = self.config.rollout.model_copy(update={"expand_rounds": 0, "trees": config.samples})
         with self.progress.phase("evaluate"):
-            sampled = await self._chains(self.eval_rows, chains, seed, config.temperature)
-            greedy: list[Group] = []
-            if config.greedy:
-                one = chains.model_copy(update={"trees": 1})
-                greedy = await self._chains(self.eval_rows, one, seed / "greedy", 0.0)
-        return evaluate.summarise(sampled, greedy)
+            work = evaluate.run(self._grown, self.eval_rows, self.config.rollout, self.config.eval)
+            return await self.stopping.unless(work)
 
     async def mark_best(self, result: evaluate.Result) -> None:
         """Keeps the weights of the best evaluation as a Hugging Face folder."""
@@ -285,8 +293,14 @@ class Session:
 
     # -- details
 
-    async def _chains(
-        self, rows: Sequence[Row], rollout: RolloutConfig, seed: SeedPath, temperature: float | None = None
+    async def _grown(
+        self,
+        rows: Sequence[Row],
+        rollout: RolloutConfig,
+        seed: SeedPath,
+        *,
+        temperature: float | None = None,
+        on_group: Callable[[Group], None] = lambda _: None,
     ) -> list[Group]:
         engine, leaves = self.config.engine, len(rows) * rollout.trees * rollout.leaves_per_tree
         ended = 0
@@ -295,20 +309,33 @@ class Session:
             nonlocal ended
             ended += sum(len(tree.leaves) for tree in group.trees)
             self.progress.detail(f"{ended}/{leaves} leaves")
+            on_group(group)
 
-        return await self._unless_stopping(
-            grow_groups(
-                rows,
-                config=rollout,
-                environment=self.environment,
-                reward=self.reward,
-                generate=self.pool,
-                tokens=self.tokens,
-                seed=seed,
-                temperature=temperature,
-                max_concurrent_trees=2 * engine.count * engine.max_num_seqs,
-                on_group=count,
-            )
+        return await grow_groups(
+            rows,
+            config=rollout,
+            environment=self.environment,
+            reward=self.reward,
+            generate=self.pool,
+            tokens=self.tokens,
+            seed=seed,
+            temperature=temperature,
+            max_concurrent_trees=2 * engine.count * engine.max_num_seqs,
+            on_group=count,
+        )
+
+    def _iterations(self) -> Iterations:
+        config = self.config
+        return Iterations(
+            lambda rows, iteration, on_group: self._grown(
+                rows, config.rollout, SeedPath((config.run.seed, iteration)), on_group=on_group
+            ),
+            self.order,
+            prompts=config.rollout.prompts,
+            total=config.train.iterations,
+            depth=config.rollout.async_depth,
+            chunk_tokens=(SCORED_AT_ONCE * self.layout.dp * self.layout.pp * config.train.micro_batch_tokens),
+            in_order=config.run.deterministic,
         )
 
     async def _step(self, batch: StepBatch, packing: Metrics, objective: Objective) -> StepResult:
@@ -327,27 +354,12 @@ class Session:
         train = self.config.train
         await self.trainer.begin(train.optimizer, train.iterations * train.mini_batches)
 
-    async def _unless_stopping(self, work: Coroutine[Any, Any, T]) -> T:
-        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self.stopping.wait())
-        try:
-            await asyncio.wait([task, stop], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise StopRequested
-            return task.result()
-        finally:
-            await _cancel(stop)
-            await _cancel(task)
-
-    def _raise_if_stopping(self) -> None:
-        if self.stopping.is_set():
-            raise StopRequested
-
     def _state(self) -> dict[str, Any]:
         return {
             "iteration": self.iteration,
             "version": self.version,
             "best": self.best,
-            "order": self.order.state_dict(),
+            "order": self.trees.order_state(self.iteration),
             "tokenizer": self.tokens.fingerprint,
         }
 
@@ -430,8 +442,3 @@ async def _maybe(owner: object, method: str) -> None:
     found = getattr(owner, method, None)
     if found is not None:
         await found()
-
-
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)

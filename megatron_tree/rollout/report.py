@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import get_args
 
-from megatron_tree.metrics import Mean, Metrics, mean
+from megatron_tree.metrics import Max, Metrics, mean
 from megatron_tree.rollout.tokens import Codec
 from megatron_tree.types import Finish, Group, Tree
 
 
 def metrics(groups: Sequence[Group]) -> Metrics:
-    """Means over leaves; `copied_over_unique_tokens` is what sharing prefixes saves."""
+    """Means over leaves."""
     trees = [tree for group in groups for tree in group.trees]
     paths = [[tree.nodes[i] for i in tree.path(leaf.node)[1:]] for tree in trees for leaf in tree.leaves]
     leaves = [leaf for tree in trees for leaf in tree.leaves]
@@ -24,9 +24,6 @@ def metrics(groups: Sequence[Group]) -> Metrics:
         "rollout/action_tokens": mean(sum(len(node.action_ids) for node in path) for path in paths),
         "rollout/observation_tokens": mean(sum(len(node.observation_ids) for node in path) for path in paths),
         "rollout/invalid_actions": mean(sum(node.finish == "invalid" for node in path) for path in paths),
-        "rollout/copied_over_unique_tokens": Mean(
-            sum(tree.num_copied_tokens for tree in trees), sum(tree.num_unique_tokens for tree in trees)
-        ),
     }
     for finish in get_args(Finish):
         if finish in ("answer", "max_tokens", "max_turns"):
@@ -34,6 +31,15 @@ def metrics(groups: Sequence[Group]) -> Metrics:
     for name in sorted({name for leaf in leaves for name in leaf.metrics}):
         found[f"reward/{name}"] = mean(leaf.metrics[name] for leaf in leaves if name in leaf.metrics)
     return found
+
+
+def version_metrics(groups: Sequence[Group], version: int) -> Metrics:
+    """How many versions the oldest node is behind `version`, and the most versions that one tree spans."""
+    versions = [[node.policy_version for node in tree.nodes[1:]] for group in groups for tree in group.trees]
+    return {
+        "rollout/version_lag": Max(float(version - min(min(tree) for tree in versions))),
+        "rollout/version_spread": Max(float(max(max(tree) - min(tree) for tree in versions))),
+    }
 
 
 def describe(tree: Tree, tokens: Codec) -> str:

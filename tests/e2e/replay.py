@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import zlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from megatron_tree.data.prompts import PromptOrder
 from megatron_tree.metrics import Metrics
 from megatron_tree.report import write_summary
 from megatron_tree.session import Session
-from megatron_tree.types import Group
+from megatron_tree.types import Group, Row
 from tests.toy_trees import random_group
 
 
@@ -33,15 +34,23 @@ class ReplaySession(Session):
         super().__init__(config, rolls_out=False)
         self.order = PromptOrder(self._rows("train"), seed=config.run.seed, shuffle=True)
         self._first_prompts = self.order.state_dict()
+        self.trees = self._iterations()
         self.pool = NoEngines()  # type: ignore[assignment]
 
-    async def grow(self) -> list[Group]:
-        groups = []
-        for row in self.order.take(self.config.rollout.prompts):
-            rng = np.random.default_rng(zlib.crc32(row.group_id.encode()))
-            group = random_group(rng, vocab=self.shape.vocab, group_id=row.group_id)
-            groups.append(Group(row, group.trees))
+    async def _grown(
+        self, rows: Sequence[Row], *_: object, on_group: Callable[[Group], None], **__: object
+    ) -> list[Group]:
+        groups = [self._drawn(row) for row in rows]
+        for group in groups:
+            on_group(group)
         return groups
+
+    def _drawn(self, row: Row) -> Group:
+        rng = np.random.default_rng(zlib.crc32(row.group_id.encode()))
+        trees = random_group(rng, vocab=self.shape.vocab, group_id=row.group_id).trees
+        for node in (node for tree in trees for node in tree.nodes):
+            node.policy_version = self.version
+        return Group(row, trees)
 
     async def publish(self) -> None:
         self.version += 1

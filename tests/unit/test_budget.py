@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+from megatron_tree.algo.batch import PackingSpec, sft_batch
 from megatron_tree.config import RolloutConfig
 from megatron_tree.metrics import values
 from megatron_tree.rollout import budget, report
@@ -140,8 +141,7 @@ def test_metrics() -> None:
 
 
 def test_outcome_metrics() -> None:
-    """Paths of `branched`: 3, 2 and 3 turns; 2, 1, 2 calls; unique tokens 7+15+35+20+6+8 = 91; copied
-    (7+15+35+20) + (7+15+6) + (7+15+35+8) = 77 + 28 + 65 = 170."""
+    """Paths of `branched`: 3, 2 and 3 turns; 2, 1, 2 calls."""
     found = values(report.metrics([group(branched())]))
     assert found == pytest.approx(
         {
@@ -152,13 +152,34 @@ def test_outcome_metrics() -> None:
             "rollout/action_tokens": (60 + 16 + 48) / 3,
             "rollout/observation_tokens": (10 + 5 + 10) / 3,
             "rollout/invalid_actions": 0.0,
-            "rollout/copied_over_unique_tokens": 170 / 91,
             "rollout/finish_answer": 2 / 3,
             "rollout/finish_max_tokens": 0.0,
             "rollout/finish_max_turns": 1 / 3,
             "reward/em": 0.5,
         }
     )
+
+
+def test_what_sharing_prefixes_saves() -> None:
+    """`branched`: unique tokens 7+15+35+20+6+8 = 91; copied (7+15+35+20) + (7+15+6) + (7+15+35+8) = 170."""
+    _, found = sft_batch([branched()], PackingSpec(1, micro_batch_tokens=100, pad_to=1, hidden_size=64))
+    assert found["packing/copied_over_unique"].value == 170 / 91
+
+
+def test_version_metrics() -> None:
+    """Under version 7: one tree of versions 5 and 6, one of 6."""
+    mixed, even = chain(2), chain(3)
+    for tree, versions in ((mixed, [5, 6]), (even, [6, 6, 6])):
+        for node, version in zip(tree.nodes[1:], versions, strict=True):
+            node.policy_version = version
+    assert values(report.version_metrics([group(mixed), group(even)], 7)) == {
+        "rollout/version_lag": 2.0,
+        "rollout/version_spread": 1.0,
+    }
+    assert values(report.version_metrics([group(even)], 6)) == {
+        "rollout/version_lag": 0.0,
+        "rollout/version_spread": 0.0,
+    }
 
 
 def test_a_tree_as_text_and_as_record() -> None:

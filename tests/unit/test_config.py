@@ -78,6 +78,7 @@ ONE_FAULT = {
     "x=1": "x: unknown key, got 1",
     "algo.clip=1": "algo.clip: unknown key, got 1",
     "engine=3": "engine: must be a section of keys, got 3",
+    "rollout.async_depth=2": "rollout.async_depth: Input should be less than or equal to 1, got 2",
     "train.iterations=0": "train.iterations: Input should be greater than or equal to 1, got 0",
     "train.iterations=1.5": "train.iterations: Input should be a valid integer, got 1.5",
     "train.iterations='3'": "train.iterations: Input should be a valid integer, got '3'",
@@ -109,6 +110,10 @@ CONTRADICTIONS = {
     "train.mini_batches=5": "train.mini_batches: must divide rollout.prompts 64, got 5",
     "{run.deterministic=true,model.dtype=fp32}": (
         "run.deterministic: needs model.dtype and engine.dtype fp32, got fp32 and bf16"
+    ),
+    "rollout.async_depth=1": (
+        "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one version "
+        "older than the weights that they train, got null"
     ),
     "eval.every=1": NO_ROWS,
     "eval.at_start=true": NO_ROWS,
