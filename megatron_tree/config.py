@@ -149,6 +149,29 @@ class ParallelConfig(Section):
         return (self.tp if self.sequence_parallel else 1) * (2 * self.cp if self.cp > 1 else 1)
 
 
+class Fp8Config(Section):
+    """FP8 products in the linear layers; weights, gradients and optimizer keep their types. Without a GPU the
+    rounding is emulated."""
+
+    recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
+    format: Literal["hybrid", "e4m3"] = "hybrid"  # hybrid: output gradients in E5M2
+    first_last_layers: NonNegative = 0  # so many layers at either end stay in model.dtype
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.recipe == "delayed" and self.first_last_layers:
+            raise ValueError(
+                f"first_last_layers: must be 0 with delayed scaling (Megatron-Core's rule), "
+                f"got {self.first_last_layers}"
+            )
+        return self
+
+    @property
+    def multiple(self) -> int:
+        """Of the rows and columns of every operand: what the products of the recipe take."""
+        return {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}[self.recipe]
+
+
 class RecomputeConfig(Section):
     """Activations that the backward pass computes again instead of keeping them."""
 
@@ -170,6 +193,7 @@ class TrainConfig(Section):
     micro_batch_tokens: Positive = 8192  # packed tokens of a micro-batch
     parallel: ParallelConfig = ParallelConfig()
     recompute: RecomputeConfig = RecomputeConfig()
+    fp8: Fp8Config | None = None
     attention: Literal["auto", "node", "flex", "varlen"] = "auto"  # doctor says what auto is here
     optimizer: OptimizerConfig = OptimizerConfig()
     max_skipped_steps: Positive = 3  # non-finite steps in a row before the run stops
@@ -180,6 +204,11 @@ class TrainConfig(Section):
     start_timeout_s: Seconds = 600.0
     step_timeout_s: Seconds = 1800.0  # of any one call of the trainer group
     collective_timeout_s: Seconds = 600.0
+
+    @property
+    def token_multiple(self) -> int:
+        """Lengths of micro-batches are multiples of it."""
+        return self.parallel.token_multiple * (self.fp8.multiple if self.fp8 is not None else 1)
 
 
 class SftConfig(Section):
@@ -261,11 +290,11 @@ class Config(Section):
                 "train.micro_batch_tokens: must hold the longest path, data.max_prompt_tokens + "
                 f"rollout.max_path_tokens = {longest}, got {self.train.micro_batch_tokens}"
             )
-        multiple = self.train.parallel.token_multiple
+        multiple = self.train.token_multiple
         if self.train.micro_batch_tokens % multiple:
             raise ValueError(
                 f"train.micro_batch_tokens: must be a multiple of {multiple} (tp under sequence parallelism, "
-                f"times 2 * cp), got {self.train.micro_batch_tokens}"
+                f"times 2 * cp, times what train.fp8.recipe asks for), got {self.train.micro_batch_tokens}"
             )
         if self.rollout.prompts % self.train.mini_batches:
             raise ValueError(

@@ -415,6 +415,7 @@ class Session:
             collective_timeout_s=config.train.collective_timeout_s,
             num_threads=max(1, (os.cpu_count() or 1) // self.layout.world_size),
             recompute=config.train.recompute,
+            fp8=config.train.fp8,
             attention=config.train.attention,
         )
 
@@ -423,7 +424,7 @@ class Session:
         return batching.PackingSpec(
             dp=self.layout.dp,
             micro_batch_tokens=self.config.train.micro_batch_tokens,
-            pad_to=self.config.train.parallel.token_multiple,
+            pad_to=self.config.train.token_multiple,
             hidden_size=self.shape.hidden,
             count_multiple=self.layout.pp if self.layout.vpp > 1 else 1,
         )

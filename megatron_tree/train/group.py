@@ -17,7 +17,14 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from megatron_tree.algo import context
-from megatron_tree.config import AlgoConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from megatron_tree.config import (
+    AlgoConfig,
+    Fp8Config,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    TrainConfig,
+)
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.metrics import Metrics, merge
 from megatron_tree.types import RunFailed, StepBatch, Update
@@ -47,6 +54,7 @@ class RankSetup:
     num_threads: int  # of torch, on a CPU
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     attention: Literal["auto", "node", "flex", "varlen"] = "auto"
+    fp8: Fp8Config | None = None
 
     @property
     def layout(self) -> ParallelLayout:

@@ -31,11 +31,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megatron_tree.config import RecomputeConfig
+from megatron_tree.config import Fp8Config, RecomputeConfig
 from megatron_tree.reshard.names import ModelShape, RopeScaling
 from megatron_tree.train import on_cpu
 from megatron_tree.train.attention import TreeAttention
 from megatron_tree.train.backends import choose
+from megatron_tree.train.fp8_layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_tree.train.group import RankSetup
 from megatron_tree.train.tree_mask import TreeMask
 
@@ -177,8 +178,13 @@ def _recompute(config: RecomputeConfig) -> dict[str, Any]:
     return {}
 
 
-def layer_spec(shape: ModelShape, attention: str) -> ModuleSpec:
+def layer_spec(shape: ModelShape, attention: str, fp8: Fp8Config | None = None) -> ModuleSpec:
     head_norm = RMSNorm if shape.qk_norm else IdentityOp
+    column: Any = ColumnParallelLinear
+    row: Any = RowParallelLinear
+    if fp8 is not None:
+        column = ModuleSpec(Fp8ColumnParallelLinear, params={"fp8": fp8})
+        row = ModuleSpec(Fp8RowParallelLinear, params={"fp8": fp8})
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -187,9 +193,9 @@ def layer_spec(shape: ModelShape, attention: str) -> ModuleSpec:
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
+                    linear_qkv=column,
                     core_attention=ModuleSpec(TreeAttention, params={"backend": attention}),
-                    linear_proj=RowParallelLinear,
+                    linear_proj=row,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
@@ -198,11 +204,18 @@ def layer_spec(shape: ModelShape, attention: str) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
                 module=MLP,
-                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+                submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
+
+
+def fp8_of_layer(shape: ModelShape, fp8: Fp8Config | None, layer: int) -> Fp8Config | None:
+    """None at either end of the model, where the config asks for it."""
+    if fp8 is None or min(layer, shape.num_layers - 1 - layer) < fp8.first_last_layers:
+        return None
+    return fp8
 
 
 def build(shape: ModelShape, setup: RankSetup, rank: int) -> list[TreeGPTModel]:
@@ -216,14 +229,14 @@ def _build_chunk(
     shape: ModelShape, setup: RankSetup, config: TransformerConfig, stage: int, chunk: int
 ) -> TreeGPTModel:
     layout = setup.layout
-    num_layers = len(layout.stage_layers(shape.num_layers, stage, chunk))
+    layers = layout.stage_layers(shape.num_layers, stage, chunk)
     attention, _ = choose(setup.attention, "cpu" if on_cpu.use_cpu() else "cuda", DTYPES[setup.dtype])
     model = TreeGPTModel(
         shape,
         temperature=setup.temperature,
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            [layer_spec(shape, attention)] * num_layers, RMSNorm
+            [layer_spec(shape, attention, fp8_of_layer(shape, setup.fp8, layer)) for layer in layers], RMSNorm
         ),
         vocab_size=shape.padded_vocab(layout.tp),
         max_sequence_length=shape.max_positions,

@@ -30,7 +30,7 @@ from megatron_tree.reshard import digest, image, plan
 from megatron_tree.reshard.names import check_model, read_shape
 from megatron_tree.reshard.plan import SliceCopy
 from megatron_tree.reshard.publish import Slots
-from megatron_tree.train import adamw, checkpoint, on_cpu, step
+from megatron_tree.train import adamw, checkpoint, fp8_layers, on_cpu, step
 from megatron_tree.train.group import Objective, RankSetup, StepResult
 from megatron_tree.train.model import DTYPES, TreeGPTModel, build
 from megatron_tree.types import MicroBatch, Update
@@ -75,6 +75,7 @@ class TrainRank:
             start_megatron(self.rank, self.layout, store, self._timeout, self.setup.num_threads)
             self.shape = read_shape(self.setup.model_path)
             check_model(self.shape, self.layout)
+            fp8_layers.check(self.shape, self.setup, on_gpu=not on_cpu.use_cpu())
             self.actor = self._build()
             self._load(self.actor, weights)
             distributed = self.setup.parallel.distributed_optimizer

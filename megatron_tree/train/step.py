@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_tree.config import OptimizerConfig
 from megatron_tree.metrics import Metrics, merge
+from megatron_tree.train import fp8_layers
 from megatron_tree.train.group import StepResult
 from megatron_tree.train.model import TreeGPTModel
 from megatron_tree.train.tree_mask import TreeMask
@@ -95,6 +96,7 @@ def forward_only(chunks: Sequence[torch.nn.Module], batches: Sequence[MicroBatch
         chunk.eval()
     with torch.no_grad():
         outputs = _pipeline(chunks, batches, _keep_logprobs, forward_only=True)
+    fp8_layers.end_step(chunks)
     return outputs or None
 
 
@@ -105,7 +107,9 @@ def forward_backward(
     for chunk in chunks:
         chunk.train()
         chunk.zero_grad_buffer()
-    return merge(_pipeline(chunks, batches, partial(_lossy, loss), forward_only=False))
+    metrics = merge(_pipeline(chunks, batches, partial(_lossy, loss), forward_only=False))
+    fp8_layers.end_step(chunks)
+    return metrics
 
 
 def apply_gradients(

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_tree.algo import context
-from megatron_tree.config import AlgoConfig, OptimizerConfig, ParallelConfig, RecomputeConfig
+from megatron_tree.config import AlgoConfig, Fp8Config, OptimizerConfig, ParallelConfig, RecomputeConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.train.group import Objective, RankSetup
 from megatron_tree.train.rank import TrainRank, by_chunk
@@ -44,6 +44,7 @@ class Case:
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    fp8: Fp8Config | None = None
 
     def share(self, rank: int) -> list[MicroBatch]:
         at = self.layout.coordinates(rank)
@@ -58,7 +59,15 @@ class Case:
             distributed_optimizer=self.distributed_optimizer,
         )
         return RankSetup(
-            str(self.model), parallel, "fp32", self.temperature, self.algo, 120.0, 1, self.recompute
+            str(self.model),
+            parallel,
+            "fp32",
+            self.temperature,
+            self.algo,
+            120.0,
+            1,
+            self.recompute,
+            fp8=self.fp8,
         )
 
 
@@ -178,3 +187,14 @@ def _gather_shards(trainer: TrainRank) -> None:
             group = buffer.data_parallel_group
             shards = list(bucket.grad_data.chunk(group.size()))
             dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+
+
+def export(trainer: TrainRank, out: Path) -> None:
+    """The weights as `out/model.safetensors`."""
+    from megatron_tree.reshard import image
+
+    if trainer.rank == 0:
+        image.create(out / "model.safetensors", trainer.shape, torch.float32)
+    dist.barrier()
+    trainer.write_slices(str(out / "model.safetensors"))
+    dist.barrier()

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_tree.algo.batch import PackingSpec, scoring_batch, sft_batch
@@ -17,7 +16,7 @@ from megatron_tree.config import OptimizerConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.train.rank import TrainRank
 from megatron_tree.train.step import learning_rate
-from tests.dist.harness import Case, run
+from tests.dist.harness import Case, export, run
 from tests.tiny_models import make_model
 from tests.toy_trees import random_tree
 
@@ -178,7 +177,7 @@ def _three_steps(trainer: TrainRank, case: Case, out: Path) -> None:
     trainer.begin(OPTIMIZER, STEPS)
     for _ in range(STEPS):
         trainer.train(case.share(trainer.rank), "sft")
-    _export(trainer, out)
+    export(trainer, out)
 
 
 def _save_and_go_on(trainer: TrainRank, case: Case, out: Path) -> None:
@@ -190,14 +189,14 @@ def _save_and_go_on(trainer: TrainRank, case: Case, out: Path) -> None:
         case.share(trainer.rank), "sft"
     )  # while it is written: the checkpoint holds two steps all the same
     assert trainer.saved(blocking=True)
-    _export(trainer, out)
+    export(trainer, out)
 
 
 def _load_and_go_on(trainer: TrainRank, case: Case, out: Path, saved: str = "saved") -> None:
     trainer.begin(OPTIMIZER, STEPS)
     trainer.load(str(out.parent / saved / "checkpoint"))
     trainer.train(case.share(trainer.rank), "sft")
-    _export(trainer, out)
+    export(trainer, out)
 
 
 def _load_sharded(trainer: TrainRank, case: Case, out: Path) -> None:
@@ -226,13 +225,3 @@ def _one_step(trainer: TrainRank, case: Case, out: Path) -> None:
     same = all(torch.equal(a, b) for a, b in zip(before, trainer.actor[0].parameters(), strict=True))
     text = f"{'skipped' if result.skipped else 'stepped'}, {'unchanged' if same else 'changed'}"
     (out / f"result_{trainer.rank}.txt").write_text(text)
-
-
-def _export(trainer: TrainRank, out: Path) -> None:
-    from megatron_tree.reshard import image
-
-    if trainer.rank == 0:
-        image.create(out / "model.safetensors", trainer.shape, torch.float32)
-    dist.barrier()
-    trainer.write_slices(str(out / "model.safetensors"))
-    dist.barrier()
