@@ -2,8 +2,8 @@
 
 - What `dist_checkpointing` loads of a converted checkpoint equals what the ranks loaded of the Hugging Face
   folder, bit by bit, and gives transformers' log-probs.
-- What real ranks save has the keys, shapes and chunk places that a converted checkpoint has, and converts
-  back; a legacy file holds the state dict of its rank.
+- What a run's ranks save, optimizer and all, has the keys, shapes and chunk places that a converted
+  checkpoint has, and converts back; a legacy file holds the state dict of its rank.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_tree.algo.batch import scoring_batch
+from megatron_tree.config import OptimizerConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.reshard import convert, formats
 from megatron_tree.reshard.formats import open_weights
@@ -27,7 +28,7 @@ from tests.toy_trees import random_group
 
 LAYOUTS = {"tp2pp2": ParallelLayout(tp=2, pp=2), "tp1pp1": ParallelLayout()}
 NAMES = ("qwen2_tied", "llama_untied", "qwen3")
-SAVED = ("qwen2_tied-tp2pp2", "llama_untied-tp1pp1")  # a save starts processes, which takes seconds
+SAVED = ("qwen2_tied-tp2pp2", "llama_untied-tp1pp1")
 
 
 def load_and_save(trainer: TrainRank, case: Case, out: Path) -> None:
@@ -47,8 +48,12 @@ def load_and_save(trainer: TrainRank, case: Case, out: Path) -> None:
             np.save(out / f"logprobs_{index}.npy", values)
     if case.name not in SAVED:
         return
-    (out / "saved").mkdir(exist_ok=True)
-    dist_checkpointing.save({"model": trainer.actor[0].sharded_state_dict(metadata={})}, str(out / "saved"))
+    trainer.begin(OptimizerConfig(), total_steps=1)
+    for group in trainer.optimizer.param_groups:
+        group["lr"] = 0.0
+    trainer.optimizer.step()  # it has states now
+    trainer.save(str(out / "saved"))
+    assert trainer.saved(blocking=True)
 
 
 def _legacy_state(trainer: TrainRank, case: Case) -> dict[str, torch.Tensor]:
@@ -116,7 +121,9 @@ def test_what_ranks_save_converts_back(results: dict, case: str, tmp_path: Path)
 def test_a_converted_checkpoint_is_as_ranks_save_it(results: dict, case: str) -> None:
     root, name = results["root"], case.split("-")[0]
     ours = formats.read_metadata(root / f"{name}_dist").state_dict_metadata
-    theirs = formats.read_metadata(root / case / "saved").state_dict_metadata
+    saved = formats.read_metadata(root / case / "saved").state_dict_metadata
+    theirs = {key: entry for key, entry in saved.items() if not key.startswith("optimizer.")}
+    assert len(saved) > len(theirs)
     assert ours.keys() == theirs.keys()
     for key, entry in theirs.items():
         if hasattr(entry, "size"):

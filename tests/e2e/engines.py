@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 import xxhash
 from safetensors.torch import save_file
@@ -48,6 +49,12 @@ class Served:
         save_file(tensors, path)
         sign(path, self.version, tensors)
         return Update(str(path), self.version, names)
+
+    def processes(self) -> list[psutil.Process]:
+        """Of the newest engine: its actor, then what vLLM started."""
+        info = self.made[-1].info
+        assert info is not None
+        return [psutil.Process(pid) for pid in info.pids]
 
     def generate(self, *requests: GenerateRequest) -> list[GenerateResult]:
         async def together() -> list[GenerateResult]:
@@ -109,7 +116,9 @@ def ask(
 def serving(folder: Path, *, family: str, tied: bool, tp: int, vocab_size: int = 128) -> Iterator[Served]:
     """Makes a model and starts a pool of one engine of it; needs a running Ray."""
     model = make_model(folder, family=family, tied=tied, seed=7, vocab_size=vocab_size)
-    config = EngineConfig(tp=tp, dtype="fp32", max_model_len=512, max_num_seqs=32, kv_cache_gib=0.1)
+    config = EngineConfig(
+        tp=tp, dtype="fp32", max_model_len=512, max_num_seqs=32, kv_cache_gib=0.1, max_restarts=9
+    )
     made: list[RayEngine] = []
 
     def spawn(index: int) -> RayEngine:

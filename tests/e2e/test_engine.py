@@ -21,6 +21,7 @@ from megatron_tree.engine.engine import Engine
 from megatron_tree.engine.handle import EngineDied
 from megatron_tree.types import GenerateResult, Update
 from tests.e2e.engines import PROMPT, Served, ask, serving
+from tests.tiny_models import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("_ray")
 
@@ -118,12 +119,17 @@ def test_ends_of_a_turn_are_kept(tied: Served) -> None:
             else len(result.token_ids) == 48
         )
     seed, long = next((s, r) for s, r in enumerate(free) if r.finish == "length")
-    visible = next(i for i in range(8, 40) if all(5 <= t < 99 for t in long.token_ids[i : i + 2]))
-    text = "".join(chr(28 + t) for t in long.token_ids[visible : visible + 2])  # id 5 is "!" (33)
+    decode = make_tokenizer().decode
+    text, end = next(
+        (text, i + 2)
+        for i in range(8, 40)
+        if (text := decode(long.token_ids[i : i + 2])) not in decode(long.token_ids[: i + 1])
+        and all(5 <= t < 99 for t in long.token_ids[i : i + 2])  # printable characters
+    )
     stopped = tied.generate(ask("stop", seed, max_tokens=48, stop=(text,)))[0]
     assert stopped.finish == "stop"
-    assert stopped.token_ids.tolist() == long.token_ids[: visible + 2].tolist()
-    assert np.array_equal(stopped.logprobs, long.logprobs[: visible + 2])
+    assert stopped.token_ids.tolist() == long.token_ids[:end].tolist()
+    assert np.array_equal(stopped.logprobs, long.logprobs[:end])
 
 
 def test_log_probs_are_after_temperature(tied: Served) -> None:

@@ -20,6 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 from examples.quickstart.prepare import prepare
+from tests.e2e.processes import assert_gone
 from tests.e2e.test_run import ROOT, VARIES
 
 ITERATIONS = 6
@@ -69,13 +70,11 @@ def _lines(run: Path) -> int:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """The driver alone: everything it started must end by itself (Ray's own agents within a minute or so)."""
+    """The driver alone: everything it started must end by itself (Ray's own agents take a minute or so)."""
     started = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    _, alive = psutil.wait_procs(started, timeout=30)
-    alive = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-    assert not [p for p in alive if not p.name().endswith("Agent")]
+    assert_gone(started, but="Agent")
 
 
 def _kill_at_random_points(world: Path, name: str, kills: int, seed: int) -> int:

@@ -1,0 +1,44 @@
+"""A run whose last trainer rank dies in the middle of publishing version 3: `python -m tests.e2e.faulty train
+CONFIG.yaml`.
+
+Everything is the program's own. The rank kills itself once its slices are written, before their digests are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+
+from megatron_tree import cli, session
+from megatron_tree.reshard import digest
+from megatron_tree.train.group import TrainerFailed
+from megatron_tree.types import GenerateRequest
+
+VERSION = 3
+
+
+class FaultySession(session.Session):
+    struck = False
+
+    async def publish(self) -> None:
+        if self.version + 1 == VERSION and not self.struck:
+            self.struck = True
+            await self.trainer._ranks[-1]._actor.__ray_call__.remote(_die_before_digests)  # type: ignore[attr-defined]
+        await super().publish()
+
+    async def recover(self, failure: TrainerFailed) -> None:
+        request = GenerateRequest("between", np.array([5, 6], np.int32), 4, 0, 1.0, 1.0, (), "between")
+        self.progress.say(f"engines serve version {(await self.pool(request)).policy_version}")
+        await super().recover(failure)
+
+
+def _die_before_digests(_: Any) -> None:
+    digest.save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    session.Session = FaultySession  # type: ignore[misc]
+    cli.main()
