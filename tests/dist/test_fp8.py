@@ -79,7 +79,7 @@ def test_logprobs_equal_transformers_with_the_same_rounding(root: Path) -> None:
     off, rounding = np.abs(got - expected), np.abs(exact - expected)
     assert np.median(off) < 1e-5
     assert off.mean() < 0.1 * rounding.mean()
-    assert 5e-3 < rounding.mean() < 0.2
+    assert rounding.mean() > 1e-2  # random weights: a trained model's log-probs move far less
 
 
 def test_layers_at_the_ends_stay_exact(root: Path) -> None:
