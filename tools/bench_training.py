@@ -4,10 +4,14 @@
     python tools/bench_training.py --tp 2 --pp 2        # four ranks
     python tools/bench_training.py --shape 2,6,1 --profile
 
-All figures are of one run, one random Llama of 25 M parameters in fp32 and one set of random trees (FACTS
+All figures are of one run, one random Llama of 26 M parameters in fp32 and one set of random trees (FACTS
 section 3: prompt 200, turns of 120 + 300 tokens, three deep, answer 60). Steps of the forms alternate and
-their medians are compared. `matmul_efficiency` is the step's products per second over those of a square
-matrix product on all ranks at once. The ranks are in `bench_training_ranks`. Left out: growing, publishing.
+their medians are compared; ratios named `cpu_` are of processor time over all ranks, which other work on the
+machine hardly changes, but which leaves out waiting. `flop_ratio` is the speed-up over copied paths that
+equal speed per FLOP would give: less than `token_ratio`, because what is shared most, the start of a path, is
+cheapest to attend from and has the fewest trained tokens. `matmul_efficiency` is the step's products over
+those of square matrices, per processor second. The ranks are in `bench_training_ranks`. Left out: growing,
+publishing.
 """
 
 from __future__ import annotations
@@ -35,16 +39,17 @@ from tools.bench_trees import TreeShape
 
 
 def make_model(folder: Path, seed: int) -> ModelShape:
-    """A Hugging Face folder of a random Llama: 8 layers, 384 wide, 6 heads and 2 KV heads of 64, untied."""
+    """A Hugging Face folder of a random Llama: 4 layers, 640 wide, 10 heads and 2 KV heads of 64, untied. Few
+    wide layers, so that head and attention take a share of the FLOPs nearer to that of a large model."""
     from transformers import LlamaConfig
 
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        vocab_size=16384,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
+        vocab_size=4096,
+        hidden_size=640,
+        intermediate_size=2176,
+        num_hidden_layers=4,
+        num_attention_heads=10,
         num_key_value_heads=2,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
@@ -80,14 +85,14 @@ def main() -> int:
     parser.add_argument(
         "--shape", type=tree_shape, action="append", help="M,N,L; may be given again (2,2,1 2,6,1 4,5,1)"
     )
-    parser.add_argument("--prompts", type=int, help="of a step (one, and two where stages are to be filled)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
+    parser.add_argument("--prompts", type=int, help="of a step; by default one per stage")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each form")
     parser.add_argument("--profile", action="store_true", help="print where the time goes to stderr")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and files go
     shapes = tuple(args.shape or (tree_shape(text) for text in ("2,2,1", "2,6,1", "4,5,1")))
-    prompts = args.prompts or (1 if args.pp == 1 else 2)
+    prompts = args.prompts or args.pp
     with tempfile.TemporaryDirectory(prefix="megatron-tree-bench-") as folder:
         model = make_model(Path(folder), seed=1)
         setup = RankSetup(folder, ParallelConfig(tp=args.tp, pp=args.pp), "fp32", 1.0, AlgoConfig(), 600.0, 1)

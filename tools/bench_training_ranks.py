@@ -108,7 +108,8 @@ class Bench:
         vocab, generator = trainer.shape.vocab, np.random.default_rng(1)
         self._groups = [grow(shape, vocab, generator, f"prompt{i}") for i in range(plan.prompts)]
         self._score(self._groups)
-        packed = step_batch(self._groups, ALGO, self._spec)[0][0]
+        (packed,), metrics = step_batch(self._groups, ALGO, self._spec)
+        self._token_ratio = metrics["packing/copied_over_unique"].value
         copied = copied_batch(self._groups, ALGO, self._spec)[0]
         self._batches = {"ours": packed, "copied": copied, "dense": packed}
 
@@ -126,12 +127,10 @@ class Bench:
         if self._plan.profile:
             self._profile()
         seconds, cpu_seconds = ({form: median(x) for form, x in of.items()} for of in (times, busy))
-        trees = [tree for group in self._groups for tree in group.trees]
-        packed = self._batches["ours"]
-        ratio = sum(t.num_copied_tokens for t in trees) / sum(t.num_unique_tokens for t in trees)
-        flops = matmul_flops(self._trainer.shape, packed)
+        flops = {form: matmul_flops(self._trainer.shape, self._batches[form]) for form in FORMS}
         return {
-            "token_ratio": ratio,
+            "token_ratio": self._token_ratio,
+            "flop_ratio": flops["copied"] / flops["ours"],
             "speedup_over_copied": seconds["copied"] / seconds["ours"],
             "speedup_over_dense_mask": seconds["dense"] / seconds["ours"],
             "cpu_speedup_over_copied": cpu_seconds["copied"] / cpu_seconds["ours"],
@@ -139,9 +138,9 @@ class Bench:
             "max_rel_grad_diff": self._difference(gradients["copied"], gradients["ours"]),
             "max_rel_grad_diff_dense": self._difference(gradients["copied"], gradients["dense"]),
             "lm_head_rows_over_trained_tokens": self._head_rows() / trained_tokens(self._groups),
-            "matmul_efficiency": flops / cpu_seconds["ours"] / median(rates),
-            "unique_tokens": sum(batch.num_tokens for batch in packed),
-            "micro_batches": {form: len(self._batches[form]) for form in ("ours", "copied")},
+            "matmul_efficiency": flops["ours"] / cpu_seconds["ours"] / median(rates),
+            "tokens": {form: sum(batch.num_tokens for batch in self._batches[form]) for form in FORMS},
+            "micro_batches": {form: len(self._batches[form]) for form in FORMS},
             "gemm_gflops_of_a_rank": median(rates) / 1e9,
             "wall_seconds": {form: sorted(found) for form, found in times.items()},
             "cpu_seconds": {form: sorted(found) for form, found in busy.items()},

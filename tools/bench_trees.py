@@ -77,8 +77,8 @@ def copied_batch(groups: Sequence[Group], algo: AlgoConfig, spec: PackingSpec) -
         totals = advantage.advantages(group, algo).total
         for tree, a, c in zip(group.trees, totals, prompt_weights, strict=True):
             for i, copy in enumerate(_paths(tree)):
-                weights = node_weights(copy, a[i : i + 1], c[i : i + 1])
-                pieces += cut(join([(copy, weights)]), spec.micro_batch_tokens)
+                own = node_weights(copy, a[i : i + 1], c[i : i + 1])
+                pieces += cut(join([(copy, own)]), spec.micro_batch_tokens)
     return [[pack(held, spec.pad_to).micro_batch for held in rank] for rank in partition(pieces, spec)]
 
 
