@@ -5,12 +5,14 @@ Not here: what a rank holds (`memory`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_tree.config import Config
+from megatron_tree.config import Config, ParallelConfig
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.planner.memory import BYTES, RankMemory, TrainState, rank_memory
+from megatron_tree.planner.activations import BYTES
+from megatron_tree.planner.memory import RankMemory, TrainState, rank_memory
 from megatron_tree.planner.work import expected_path
 from megatron_tree.reshard import plan
 from megatron_tree.reshard.cuts import check_engine
@@ -33,25 +35,31 @@ class EnginePlan:
     num_sequences: int  # of that length that fit and may decode together
 
 
-def check_layout(shape: ModelShape, layout: ParallelLayout) -> None:
-    """`check_model`, with the nearest layout that it lets pass."""
-    refusal = _refusal(check_model, shape, layout)
+def check_layout(config: Config, shape: ModelShape) -> None:
+    """`check_model`, with the nearest layout that it lets pass; where layers do not divide also the same
+    stages with uneven numbers of them."""
+    parallel, layers = config.train.parallel, shape.num_layers
+    refusal = _refusal(check_model, shape, parallel.layout)
     if refusal is None:
         return
-    tp = _nearest(layout.tp, _tps(shape))
-    pp = layout.pp
-    if _refusal(check_model, shape, _with(layout, tp, pp)) is not None:
-        pps = [pp for pp in range(1, shape.num_layers + 1) if shape.num_layers % (pp * layout.vpp) == 0]
-        pp = _nearest(layout.pp, pps or [1])
-    raise ValueError(f"{refusal}; the nearest layout that can run is tp={tp} pp={pp}")
+    tp, chunks = _nearest(parallel.tp, _tps(shape)), parallel.pp * parallel.vpp
+    fits = _refusal(parallel.layout.split, layers) is None
+    even = (pp for pp in range(1, layers + 1) if layers % pp == 0)
+    pp = parallel.pp if fits else _nearest(parallel.pp, even)
+    ways = [_named(config, _with(shape, parallel, tp, pp))]
+    if not fits and layers >= chunks:
+        same = _with(shape, parallel, tp, parallel.pp)
+        uneven = _changed(same, vpp=parallel.vpp, stage_split=_even_split(layers, chunks))
+        ways.append(_named(config, uneven))
+    raise ValueError(f"{refusal}; the nearest layout that can run is {', or '.join(ways)}")
 
 
 def check_memory(config: Config, shape: ModelShape, state: TrainState) -> None:
     """Every rank fits its device, or the ways out are named."""
-    layout, hardware = config.train.parallel.layout, config.plan
+    parallel, hardware = config.train.parallel, config.plan
     room = hardware.memory_gib - hardware.reserve_gib
-    found = [rank_memory(shape, layout, stage, state) for stage in range(layout.pp)]
-    fullest = max(range(layout.pp), key=lambda stage: found[stage].total)
+    found = [rank_memory(shape, parallel, stage, state) for stage in range(parallel.pp)]
+    fullest = max(range(parallel.pp), key=lambda stage: found[stage].total)
     memory = found[fullest]
     if memory.total <= room * GIB:
         return
@@ -60,34 +68,56 @@ def check_memory(config: Config, shape: ModelShape, state: TrainState) -> None:
     raise ValueError(
         f"train.parallel: a rank of stage {fullest} must fit plan.memory_gib {hardware.memory_gib:g} less "
         f"plan.reserve_gib {hardware.reserve_gib:g}, got {memory.total / GIB:.1f} GiB ({listed}); "
-        f"{_ways_out(config, shape, state, found)}; with full recomputation it would be "
-        f"{memory.total_recomputed / GIB:.1f} GiB"
+        f"{_ways_out(config, shape, state, found)}" + _switches(config, shape, state)
     )
 
 
 def _ways_out(config: Config, shape: ModelShape, state: TrainState, found: Sequence[RankMemory]) -> str:
     """The smallest layout that fits, and how short micro-batches would have to be for this one."""
-    layout, room = config.train.parallel.layout, config.plan.memory_gib - config.plan.reserve_gib
+    parallel, room = config.train.parallel, config.plan.memory_gib - config.plan.reserve_gib
     ways = []
-    fits = _smallest_that_fits(shape, layout, state, room)
+    fits = _smallest_that_fits(shape, parallel, state, room)
     if fits is not None:
-        ways.append(f"the smallest layout that fits is tp={fits.tp} pp={fits.pp}")
+        ways.append(f"the smallest layout that fits is {_named(config, fits)}")
     share = min((room * GIB - m.kept) / (m.activations + m.logits) for m in found)  # linear in the tokens
     tokens = int(share * config.train.micro_batch_tokens)
+    tokens -= tokens % parallel.token_multiple
     if tokens >= config.data.max_prompt_tokens + config.rollout.max_path_tokens:
         ways.append(f"this layout fits with train.micro_batch_tokens={tokens}")
     return ", ".join(ways) or f"no layout up to tp={NODE_RANKS} fits a micro-batch of the longest path"
 
 
+def _switches(config: Config, shape: ModelShape, state: TrainState) -> str:
+    """What one more knob, each by itself, would leave on the fullest rank of this layout."""
+    parallel, full = config.train.parallel, state.recompute.model_copy(update={"granularity": "full"})
+    tried = []
+    if state.recompute != full:
+        tried.append(("train.recompute.granularity=full", parallel, replace(state, recompute=full)))
+    if parallel.dp * parallel.cp > 1 and not parallel.distributed_optimizer:
+        changed = _changed(parallel, distributed_optimizer=True)
+        tried.append(("train.parallel.distributed_optimizer=true", changed, state))
+    if parallel.tp > 1 and not parallel.sequence_parallel:
+        changed = _changed(parallel, sequence_parallel=True)
+        tried.append(("train.parallel.sequence_parallel=true", changed, state))
+    words = []
+    for name, layout, how in tried:
+        total = max(rank_memory(shape, layout, stage, how).total for stage in range(layout.pp))
+        words.append(f"{total / GIB:.1f} GiB with {name}")
+    return f"; it would be {', '.join(words)}" if words else ""
+
+
 def _smallest_that_fits(
-    shape: ModelShape, layout: ParallelLayout, state: TrainState, room: float
-) -> ParallelLayout | None:
-    """Fewest ranks; of equals the widest tensor parallelism, which has no bubble."""
-    pps = [pp for pp in range(1, shape.num_layers + 1) if shape.num_layers % pp == 0]
+    shape: ModelShape, parallel: ParallelConfig, state: TrainState, room: float
+) -> ParallelConfig | None:
+    """Fewest ranks; of equals the widest tensor parallelism, which has no bubble. cp, dp and, where they
+    divide the layers, virtual stages stay."""
     tps = [tp for tp in _tps(shape) if tp <= NODE_RANKS]
-    for tp, pp in sorted(((tp, pp) for tp in tps for pp in pps), key=lambda c: (c[0] * c[1], c[1])):
-        tried = ParallelLayout(tp=tp, pp=pp, dp=layout.dp)
-        if all(rank_memory(shape, tried, stage, state).total <= room * GIB for stage in range(pp)):
+    sizes = ((tp, pp) for tp in tps for pp in range(1, shape.num_layers + 1))
+    for tp, pp in sorted(sizes, key=lambda size: (size[0] * size[1], size[1])):
+        tried = _with(shape, parallel, tp, pp)
+        if _refusal(check_model, shape, tried.layout) is None and all(
+            rank_memory(shape, tried, stage, state).total <= room * GIB for stage in range(pp)
+        ):
             return tried
     return None
 
@@ -158,9 +188,44 @@ def _tps(shape: ModelShape) -> list[int]:
     ]
 
 
-def _with(layout: ParallelLayout, tp: int, pp: int) -> ParallelLayout:
-    split = layout.stage_split if pp == layout.pp else None
-    return ParallelLayout(tp=tp, pp=pp, vpp=layout.vpp if pp > 1 else 1, dp=layout.dp, stage_split=split)
+def _with(shape: ModelShape, parallel: ParallelConfig, tp: int, pp: int) -> ParallelConfig:
+    """Another tp and pp, and of the rest what goes with them."""
+    split = parallel.stage_split
+    keeps_split = split is not None and pp == parallel.pp and sum(split) == shape.num_layers
+    keeps_vpp = keeps_split or (pp > 1 and shape.num_layers % (pp * parallel.vpp) == 0)
+    return _changed(
+        parallel,
+        tp=tp,
+        pp=pp,
+        vpp=parallel.vpp if keeps_vpp else 1,
+        stage_split=split if keeps_split else None,
+        sequence_parallel=parallel.sequence_parallel and tp > 1,
+    )
+
+
+def _changed(parallel: ParallelConfig, **changes: object) -> ParallelConfig:
+    return ParallelConfig.model_validate(parallel.model_dump() | changes)
+
+
+def _named(config: Config, parallel: ParallelConfig) -> str:
+    """tp, pp, and what else differs from the config."""
+    old = config.train.parallel
+    words = [f"tp={parallel.tp} pp={parallel.pp}"]
+    for name in ("vpp", "stage_split", "sequence_parallel"):
+        value = getattr(parallel, name)
+        if value != getattr(old, name):
+            words.append(f"{name}={json.dumps(value)}")
+    short = -config.train.micro_batch_tokens % parallel.token_multiple
+    if short:
+        words.append(f"train.micro_batch_tokens={config.train.micro_batch_tokens + short}")
+    return " ".join(words)
+
+
+def _even_split(num_layers: int, chunks: int) -> tuple[int, ...]:
+    """As equal as can be; the first and the last chunk, which hold embedding and head, get the fewer."""
+    least, more = divmod(num_layers, chunks)
+    inner = sorted(range(chunks), key=lambda i: (min(i, chunks - 1 - i) == 0, i))[:more]
+    return tuple(least + (i in inner) for i in range(chunks))
 
 
 def _nearest(wanted: int, allowed: Iterable[int]) -> int:
@@ -168,7 +233,7 @@ def _nearest(wanted: int, allowed: Iterable[int]) -> int:
     return min(allowed, key=lambda value: (abs(value - wanted), -value))
 
 
-def _refusal(check: Callable[..., None], *args: object) -> str | None:
+def _refusal(check: Callable[..., object], *args: object) -> str | None:
     try:
         check(*args)
     except ValueError as error:

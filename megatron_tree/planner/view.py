@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_tree.config import Config
-from megatron_tree.planner.estimate import Cost, Estimate, estimate
+from megatron_tree.planner.costs import Cost
+from megatron_tree.planner.estimate import Estimate, estimate
 from megatron_tree.planner.limits import GIB
 from megatron_tree.reshard.names import ModelShape, read_shape
 
@@ -45,14 +46,28 @@ def _plain(value: Any) -> Any:
 def _head(console: Console, config: Config, shape: ModelShape, found: Estimate) -> None:
     layout, engine = found.layout, config.engine
     vpp = f" (VPP {layout.vpp})" if layout.vpp > 1 else ""
+    cp = f" x CP {layout.cp}" if layout.cp > 1 else ""
     console.print(
         f"[bold]{config.model.path}[/]: {shape.family}, {shape.num_layers} layers, "
         f"{_si(found.parameters).rstrip()} parameters\n"
-        f"trainer  TP {layout.tp} x PP {layout.pp}{vpp} x DP {layout.dp} = {layout.world_size} ranks, "
+        f"trainer  TP {layout.tp} x PP {layout.pp}{vpp}{cp} x DP {layout.dp} = {layout.world_size} ranks, "
         f"{config.model.dtype}\n"
+        f"         {', '.join(_how(config))}\n"
         f"engines  {engine.count} x TP {engine.tp} = {engine.count * engine.tp} workers, {engine.dtype}\n"
         f"image    {_bytes(found.image_bytes)}, two slots in {engine.image_dir}\n"
     )
+
+
+def _how(config: Config) -> list[str]:
+    parallel, recompute = config.train.parallel, config.train.recompute
+    words = ["sequence parallel"] * parallel.sequence_parallel
+    words += ["distributed optimizer"] * parallel.distributed_optimizer
+    if recompute.granularity == "none":
+        return [*words, "no recomputation"]
+    if recompute.granularity == "selective":
+        return [*words, f"recomputes {' and '.join(recompute.modules)}"]
+    layers = f"{recompute.layers} layers at a time" if recompute.layers > 1 else "every layer"
+    return [*words, f"recomputes {layers}"]
 
 
 def _stages(found: Estimate) -> Table:
@@ -103,26 +118,23 @@ def _engines(found: Estimate) -> Table:
 
 
 def _tokens(config: Config, found: Estimate) -> Table:
-    rollout, tokens = config.rollout, found.tokens
+    rollout, grown, packed = config.rollout, found.grown, found.packed
     leaves = rollout.prompts * rollout.trees * rollout.leaves_per_tree
     table = _table(
         f"Tokens of an iteration: {rollout.prompts} x {rollout.trees} trees, {leaves:,} leaves, "
-        f"{tokens.requests:,.0f} turns",
+        f"{grown.requests:,.0f} turns",
         "generated\n= trained",
         "requested",
         "of it\ncached",
-        "unique",
+        "packed",
         "copied",
-        "copied /\nunique",
+        "copied /\npacked",
         "steps x micro-\nbatches",
     )
+    counts = (grown.generated, grown.requested, grown.cached, packed.unique, packed.copied)
     table.add_row(
-        _si(tokens.generated).rstrip(),
-        _si(tokens.requested).rstrip(),
-        _si(tokens.cached).rstrip(),
-        _si(tokens.unique).rstrip(),
-        _si(tokens.copied).rstrip(),
-        f"{tokens.copied / tokens.unique:.2f}",
+        *(_si(count).rstrip() for count in counts),
+        f"{packed.copied / packed.unique:.2f}",
         f"{config.train.mini_batches} x {found.num_microbatches}",
     )
     return table
@@ -141,6 +153,11 @@ def _costs(found: Estimate) -> Table:
 def _notes(console: Console, config: Config, found: Estimate) -> None:
     hardware = config.plan
     console.print(f"bottleneck: [bold]{found.bottleneck}[/]")
+    if found.num_fillers:
+        slots = found.num_microbatches * found.layout.dp
+        console.print(
+            f"{found.num_fillers} of the {slots} micro-batches of a step are fillers: too few trees"
+        )
     console.print(
         f"hardware: {hardware.peak_tflops:g} TFLOP/s x {hardware.efficiency:g}, memory "
         f"{hardware.memory_gb_per_s:g} GB/s, node {hardware.node_gb_per_s:g} GB/s, network "

@@ -5,12 +5,16 @@ observed tokens, the last without observation: `plan.fill` times the caps, less 
 smaller. A tree is a chain and L N branches; a branch starts at one of the chain's candidates, each as likely,
 and runs to turn D. So it has D/2 turns on the mean, (D + 1)/2 where the prompt is always a candidate.
 
+Engines see trees; the trainer sees prompts, whose trees share the prompt's tokens.
+
 Departures, all small: branches of later rounds start in the chain too (in truth deeper, hence shorter);
 agents that answer early are not foreseen (`plan.fill`); prefix caches are taken to hit everything that a tree
-has computed before, whole blocks or not; trees that are cut to fit a micro-batch recompute nothing.
+has computed before, whole blocks or not, and nothing of other trees; prompts that are cut to fit a
+micro-batch recompute nothing.
 
 FLOPs: 2 a parameter and token for a forward pass of linear layers, the head on trained or sampled tokens
-only; 4 a query column and visible key for attention; a backward pass is twice its forward pass.
+only; 4 a query column and visible key for attention; a backward pass is twice its forward pass, plus what
+`train.recompute` computes again.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron_tree.config import Config
-from megatron_tree.planner.memory import PackedTokens
+from megatron_tree.config import Config, RecomputeConfig
+from megatron_tree.planner.activations import PackedTokens
 from megatron_tree.reshard.names import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Of one tree, or summed over the trees of an iteration."""
+    """Of one tree or prompt, or summed over an iteration."""
 
     generated: float  # sampled by the engines; exactly these are trained
     observed: float  # prompt and observations, each once
@@ -101,12 +105,21 @@ def expected_path(config: Config) -> Path:
 def expected_tree(config: Config) -> Tokens:
     """One tree: the prompt, a chain, and the branches."""
     path, rollout = expected_path(config), config.rollout
-    prompt = Tokens(0, path.prompt, 0, 0, 0, _keys(0, path.prompt), 0)
-    tree = prompt + path.after(0)
+    tree = _root(path) + path.after(0)
     starts = branch_starts(config)
     for start in starts:
         tree += path.after(start) * (rollout.expand_rounds * rollout.expand_nodes / len(starts))
     return tree
+
+
+def expected_prompt(config: Config) -> Tokens:
+    """The trees of one prompt, its tokens once: what the trainer packs."""
+    trees = config.rollout.trees
+    return expected_tree(config) * trees + _root(expected_path(config)) * (1 - trees)
+
+
+def _root(path: Path) -> Tokens:
+    return Tokens(0, path.prompt, 0, 0, 0, _keys(0, path.prompt), 0)
 
 
 def branch_starts(config: Config) -> range:
@@ -117,27 +130,39 @@ def branch_starts(config: Config) -> range:
     return range(1, turns)
 
 
-def expected_iteration(config: Config) -> Tokens:
-    return expected_tree(config) * (config.rollout.prompts * config.rollout.trees)
-
-
 def micro_batch(config: Config) -> PackedTokens:
-    """A full micro-batch of such trees."""
-    tree = expected_tree(config)
-    share = config.train.micro_batch_tokens / tree.unique
-    return PackedTokens(tokens=config.train.micro_batch_tokens, trained=share * tree.generated)
+    """A full micro-batch of such prompts."""
+    prompt = expected_prompt(config)
+    share = config.train.micro_batch_tokens / prompt.unique
+    return PackedTokens(
+        tokens=config.train.micro_batch_tokens,
+        trained=share * prompt.generated,
+        copied=share * prompt.copied,
+    )
 
 
 def num_microbatches(config: Config) -> int:
-    """Of one optimizer step, on each dp rank: whole trees into bins, a larger one into bins of its own.
+    """Of one optimizer step, on each dp rank: whole prompts into bins, pieces of larger ones into bins of
+    their own; a multiple of pp where stages are interleaved.
 
-    Trees differ in length, so a bin has on the mean half a tree's room left when it is closed.
+    Prompts differ in length, so a bin has on the mean half a prompt's room left when it is closed.
     """
-    rollout, train = config.rollout, config.train
-    trees = rollout.prompts * rollout.trees // train.mini_batches
-    fit = train.micro_batch_tokens / expected_tree(config).unique
-    bins = trees / max(1.0, fit - 0.5) if fit >= 1 else trees * math.ceil(1 / fit)
-    return math.ceil(bins / train.parallel.dp)
+    parallel, pieces = config.train.parallel, num_pieces(config)
+    room = config.train.micro_batch_tokens / expected_prompt(config).unique  # in prompts
+    multiple = parallel.pp if parallel.vpp > 1 else 1
+    return math.ceil(pieces / max(1.0, room - 0.5) / (parallel.dp * multiple)) * multiple
+
+
+def num_pieces(config: Config) -> int:
+    """Prompts of one optimizer step, over all dp ranks; where a prompt is over the budget its pieces, each a
+    whole path and what more leaves add to it, seven eighths full (measured on random trees)."""
+    rollout, budget = config.rollout, config.train.micro_batch_tokens
+    prompts, tokens = rollout.prompts // config.train.mini_batches, expected_prompt(config).unique
+    if tokens <= budget:
+        return prompts
+    leaves, path = rollout.trees * rollout.leaves_per_tree, expected_path(config).length
+    a_leaf = (tokens - path) / (leaves - 1)
+    return math.ceil(prompts * leaves / max(1.0, 7 / 8 * (1 + (budget - path) / a_leaf)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +173,44 @@ class Flops:
     prefill: float
     score: float  # old log-probs, and the reference's
     train: float
+    recomputed: float  # by backward passes, not in `train`
 
 
-def flops(shape: ModelShape, tokens: Tokens, *, reference: bool) -> Flops:
-    head = 2 * shape.hidden * shape.vocab
-    forward = _body(shape, tokens.unique, tokens.keys) + head * tokens.generated
+def flops(
+    shape: ModelShape, grown: Tokens, packed: Tokens, recompute: RecomputeConfig, *, reference: bool
+) -> Flops:
+    """`grown` by the engines, `packed` for the trainer."""
+    forward, layers = forward_flops(shape, packed, shape.num_layers, head=True), shape.num_layers
     return Flops(
-        decode=_body(shape, tokens.generated, tokens.generated_keys) + head * tokens.generated,
-        prefill=_body(shape, tokens.observed, tokens.observed_keys),
-        score=forward * (2 if reference else 1),
+        decode=layers * _layer(shape, grown.generated, grown.generated_keys) + _head(shape, grown),
+        prefill=layers * _layer(shape, grown.observed, grown.observed_keys),
+        score=forward * num_scores(reference=reference),
         train=3 * forward,
+        recomputed=recomputed_flops(shape, packed, layers, recompute),
     )
+
+
+def num_scores(*, reference: bool) -> int:
+    """Passes over an iteration's trees that only read log-probs: the old ones, and the reference's."""
+    return 2 if reference else 1
+
+
+def forward_flops(shape: ModelShape, tokens: Tokens, num_layers: int, *, head: bool) -> float:
+    """Of a pass of `tokens` through some layers, and the head."""
+    layers = num_layers * _layer(shape, tokens.unique, tokens.keys)
+    return layers + (_head(shape, tokens) if head else 0)
+
+
+def recomputed_flops(shape: ModelShape, tokens: Tokens, num_layers: int, recompute: RecomputeConfig) -> float:
+    if recompute.granularity == "full":
+        return forward_flops(shape, tokens, num_layers, head=False)
+    again = 0.0
+    if recompute.granularity == "selective":
+        if "core_attn" in recompute.modules:
+            again += _attention(shape, tokens.keys)
+        if "mlp" in recompute.modules:
+            again += 2 * 3 * shape.hidden * shape.ffn * tokens.unique
+    return num_layers * again
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -167,9 +219,16 @@ def layer_parameters(shape: ModelShape) -> int:
     return shape.hidden * (2 * q + 2 * kv + 3 * shape.ffn)
 
 
-def _body(shape: ModelShape, tokens: float, keys: float) -> float:
-    linear = 2 * layer_parameters(shape) * tokens
-    return shape.num_layers * (linear + 4 * shape.heads * shape.head_dim * keys)
+def _layer(shape: ModelShape, tokens: float, keys: float) -> float:
+    return 2 * layer_parameters(shape) * tokens + _attention(shape, keys)
+
+
+def _attention(shape: ModelShape, keys: float) -> float:
+    return 4 * shape.heads * shape.head_dim * keys
+
+
+def _head(shape: ModelShape, tokens: Tokens) -> float:
+    return 2 * shape.hidden * shape.vocab * tokens.generated
 
 
 def _keys(before: float, tokens: float) -> float:

@@ -1,12 +1,14 @@
 """What `plan` predicts of a rank's memory, against the tensors that real ranks hold.
 
-Second source: sizes of the tensors themselves, and of the storages that autograd saves in one micro-batch.
+Second source: sizes of the storages themselves, and of those that autograd holds at any one time of a step
+through Megatron's schedule: also what is in flight and what is computed again is measured.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -16,13 +18,13 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_tree.algo.batch import PackingSpec, sft_batch
-from megatron_tree.config import OptimizerConfig
+from megatron_tree.config import OptimizerConfig, RecomputeConfig
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.planner.memory import PackedTokens, TrainState, micro_batch_activations, rank_memory
+from megatron_tree.planner.activations import PackedTokens
+from megatron_tree.planner.memory import TrainState, rank_memory
 from megatron_tree.reshard.names import read_shape
 from megatron_tree.train import step
 from megatron_tree.train.rank import TrainRank
-from megatron_tree.types import Tree
 from tests.dist.harness import Case, run
 from tests.tiny_models import make_model
 from tests.toy_trees import random_tree
@@ -33,12 +35,30 @@ MODELS: dict[str, dict] = {
     "normed": {"family": "qwen3", "tied": False, "head_dim": 48},
     "no_groups": {"family": "llama", "tied": False, "num_kv_heads": 4},
 }
-CASES = {
-    "tp2pp2": ("tied", ParallelLayout(tp=2, pp=2)),
-    "dp2": ("normed", ParallelLayout(dp=2)),
-    "one": ("no_groups", ParallelLayout()),
-}
+FULL = RecomputeConfig(granularity="full", layers=2)
+BOTH = RecomputeConfig(granularity="selective", modules=("core_attn", "mlp"))
 DTYPES: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Way:
+    model: str
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+
+
+WAYS = {
+    "one": Way("no_groups"),
+    "one_full": Way("tied", recompute=FULL),
+    "tp2_sp": Way("tied", ParallelLayout(tp=2), sequence_parallel=True),
+    "tp4": Way("normed", ParallelLayout(tp=4)),  # more ranks than KV heads
+    "cp2": Way("normed", ParallelLayout(cp=2), recompute=BOTH),
+    "tp2_cp2_sp": Way("tied", ParallelLayout(tp=2, cp=2), sequence_parallel=True, distributed_optimizer=True),
+    "pp2_uneven": Way("tied", ParallelLayout(pp=2, stage_split=(1, 3))),
+    "pp2_vpp2_dp2": Way("tied", ParallelLayout(pp=2, vpp=2, dp=2), distributed_optimizer=True),
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,43 +67,57 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("planner")
     for name, kind in MODELS.items():
         make_model(root / name, vocab_size=VOCAB, seed=3, **kind)
-    cases = []
-    for name, (model, layout) in CASES.items():
-        rng = np.random.default_rng(5)
-        trees = [_tree(rng) for _ in range(2 * layout.dp)]
-        spec = PackingSpec(dp=layout.dp, micro_batch_tokens=2000, pad_to=1, hidden_size=128)
-        cases.append(Case(name, root / model, layout, sft_batch(trees, spec)[0], then=_measure))
-    run(cases, root)
+    run([_case(name, way, root) for name, way in WAYS.items()], root)
     return root
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CASES)
-def test_predicted_bytes_are_those_of_real_ranks(root: Path, name: str, dtype: str) -> None:
-    """Weights, gradients and optimizer within 0.1 % (Adam's step counters are not foreseen), activations of
-    one micro-batch within 3 % (bf16 stages also hold what they received, which autograd does not save)."""
-    model, layout = CASES[name]
-    shape = read_shape(root / model)
-    for rank in layout.ranks():
-        measured = json.loads((root / name / f"{dtype}_{rank}.json").read_text())
-        packed = PackedTokens(**measured["packed"])
-        state = TrainState(dtype, "node", packed, num_microbatches=1, reference=False)
-        stage = layout.coordinates(rank).pp
-        predicted = rank_memory(shape, layout, stage, state)
-        for part in ("weights", "gradients", "optimizer"):
-            assert getattr(predicted, part) == pytest.approx(measured[part], rel=1e-3), (rank, part)
-        activations = micro_batch_activations(shape, layout, stage, state)
-        assert activations == pytest.approx(measured["activations"], rel=0.03), rank
-        assert predicted.activations == round(activations)  # one micro-batch is in flight
-
-
-def _tree(rng: np.random.Generator) -> Tree:
+def _case(name: str, way: Way, root: Path) -> Case:
+    """Every micro-batch is the same."""
+    rng = np.random.default_rng(5)
     lengths = {"action_tokens": (10, 20), "observation_tokens": (10, 20)}
-    return random_tree(rng, vocab=VOCAB, prompt_tokens=30, depth=4, branches=3, **lengths)
+    trees = [
+        random_tree(rng, vocab=VOCAB, prompt_tokens=30, depth=4, branches=3, group_id=str(i), **lengths)
+        for i in range(2)
+    ]
+    case = Case(
+        name,
+        root / way.model,
+        way.layout,
+        [],
+        then=_measure,
+        sequence_parallel=way.sequence_parallel,
+        distributed_optimizer=way.distributed_optimizer,
+        recompute=way.recompute,
+    )
+    spec = PackingSpec(1, 2000, case.setup.parallel.token_multiple, hidden_size=128)
+    one = sft_batch(trees, spec)[0][0][0]
+    case.batch.extend([[one] * 2 * way.layout.pp] * way.layout.dp)
+    return case
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", WAYS)
+def test_predicted_bytes_are_those_of_real_ranks(
+    root: Path, name: str, dtype: Literal["fp32", "bf16"]
+) -> None:
+    """Weights and gradients exact; optimizer within 0.1 % (shards differ by padding). Activations within
+    0.1 %, but in bf16 stages also hold what they received, which autograd does not save: up to 7 % here."""
+    way, case = WAYS[name], _case(name, WAYS[name], root)
+    shape = read_shape(root / way.model)
+    for rank in way.layout.ranks():
+        measured = json.loads((root / name / f"{dtype}_{rank}.json").read_text())
+        one, *others = case.share(rank)
+        packed = PackedTokens(len(one.subtree_end), one.num_trained * way.layout.cp, 0)
+        state = TrainState(dtype, "node", packed, 1 + len(others), reference=False, recompute=way.recompute)
+        stage = way.layout.coordinates(rank).pp
+        predicted = rank_memory(shape, case.setup.parallel, stage, state)
+        assert (predicted.weights, predicted.gradients) == (measured["weights"], measured["gradients"])
+        assert predicted.optimizer == pytest.approx(measured["optimizer"], rel=1e-3)
+        more = predicted.activations / measured["activations"] - 1
+        assert -1e-3 <= more <= (0.07 if dtype == "bf16" and way.layout.pp > 1 else 1e-3), rank
 
 
 def _measure(trainer: TrainRank, case: Case, out: Path) -> None:
-    batch = case.batch[case.layout.coordinates(trainer.rank).dp][0]
     for dtype in DTYPES:
         rank = TrainRank(trainer.rank, replace(trainer.setup, dtype=dtype))
         rank.shape = trainer.shape
@@ -91,35 +125,52 @@ def _measure(trainer: TrainRank, case: Case, out: Path) -> None:
         rank._load(rank.actor, str(case.model))
         rank.wrapped = step.wrap(rank.actor, distributed_optimizer=case.distributed_optimizer)
         rank.begin(OptimizerConfig(), 1)
-        saved = _Saved(rank.actor[0])
-        with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
-            rank.train([batch], "sft")
+        weights = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in _parameters(rank))}
+        held = Held(frozenset(weights))
+        with torch.autograd.graph.saved_tensors_hooks(partial(Saved, held), lambda saved: saved.tensor):
+            rank.train(case.share(trainer.rank), "sft")
+        buffers = [buffer for chunk in rank.wrapped for buffer in chunk.buffers]
         found = {
-            "weights": sum(p.numel() * p.element_size() for p in rank.actor[0].parameters()),
-            "gradients": sum(
-                b.grad_data.numel() * b.grad_data.element_size() for b in rank.wrapped[0].buffers
-            ),
+            "weights": sum(weights.values()),
+            "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
             "optimizer": _optimizer_bytes(rank.optimizer),
-            "activations": sum(saved.storages.values()),
-            "packed": asdict(PackedTokens(batch.num_tokens, batch.num_trained)),
+            "activations": held.most,
         }
         (out / f"{dtype}_{trainer.rank}.json").write_text(json.dumps(found))
 
 
-class _Saved:
-    """Storages that autograd saves, each once, without the weights. Holding them keeps addresses apart."""
+def _parameters(rank: TrainRank) -> list[torch.nn.Parameter]:
+    return [param for chunk in rank.actor for param in chunk.parameters()]
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.storages: dict[int, int] = {}
-        self._held: list[torch.Tensor] = []
 
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.weights:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-            self._held.append(tensor)
-        return tensor
+class Held:
+    """Bytes of the storages that autograd holds, each once, without the weights."""
+
+    def __init__(self, weights: frozenset[int]) -> None:
+        self.weights = weights
+        self.counts: dict[int, int] = {}
+        self.now = self.most = 0
+
+    def add(self, storage: torch.UntypedStorage, count: int) -> None:
+        key = storage.data_ptr()
+        if key in self.weights:
+            return
+        before = self.counts.get(key, 0)
+        self.counts[key] = before + count
+        if before == 0 or self.counts[key] == 0:
+            self.now += count * storage.nbytes()
+            self.most = max(self.most, self.now)
+
+
+class Saved:
+    """What autograd keeps instead of a tensor until the backward pass drops it."""
+
+    def __init__(self, held: Held, tensor: torch.Tensor) -> None:
+        self.tensor, self.held = tensor.detach(), held  # attached it would keep the graph that keeps it
+        held.add(self.tensor.untyped_storage(), 1)
+
+    def __del__(self) -> None:
+        self.held.add(self.tensor.untyped_storage(), -1)
 
 
 def _optimizer_bytes(optimizer: MegatronOptimizer) -> int:
@@ -127,6 +178,7 @@ def _optimizer_bytes(optimizer: MegatronOptimizer) -> int:
     for part in optimizer.chained_optimizers:
         for state in part.optimizer.state.values():
             tensors += [value for value in state.values() if torch.is_tensor(value)]
-        for group in getattr(part, "fp32_from_float16_groups", []):
-            tensors += group
+        for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+            for group in getattr(part, name, []):
+                tensors += group
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,5 +1,5 @@
 """Estimates of `megatron-tree plan`: tokens, FLOPs and packing against real growth, packing and torch;
-memory, passes in flight and time by hand; what it refuses; what it prints."""
+time and traffic by hand; what it refuses; what it prints. Memory is in test_planner_memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_tree import cli
 from megatron_tree.algo.batch import PackingSpec, scoring_batch
-from megatron_tree.algo.packing import NodeWeights, cut, visible_keys
-from megatron_tree.config import Config
-from megatron_tree.layout import ParallelLayout
+from megatron_tree.algo.packing import NodeWeights, cut, join, visible_keys
+from megatron_tree.config import Config, RecomputeConfig
 from megatron_tree.planner import work
+from megatron_tree.planner.activations import PackedTokens
 from megatron_tree.planner.estimate import estimate
 from megatron_tree.planner.limits import check_layout
-from megatron_tree.planner.memory import PackedTokens, TrainState, chunks_in_flight, rank_memory
+from megatron_tree.planner.memory import TrainState, rank_memory
 from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.rollout.select import candidates, draw
 from megatron_tree.types import Finish, Leaf, Node, Tree
@@ -107,7 +107,7 @@ def test_tokens_and_keys_are_the_mean_of_grown_trees(root: str) -> None:
     expected = work.expected_tree(settings)
     trees = [grown(settings, np.random.default_rng(i)) for i in range(400)]
     weights = NodeWeights(*np.zeros((3, 40)))
-    keys = [visible_keys(cut(tree, weights, 10**6)[0]) for tree in trees]
+    keys = [visible_keys(cut(join([(tree, weights)]), 10**6)[0]) for tree in trees]
     actions = [sum(len(node.action_ids) for node in tree.nodes) for tree in trees]
     assert np.mean(actions) == pytest.approx(expected.generated, rel=0.02)
     assert np.mean([tree.num_unique_tokens for tree in trees]) == pytest.approx(expected.unique, rel=0.02)
@@ -132,11 +132,31 @@ def test_without_rounds_a_tree_is_a_chain() -> None:
     assert found.keys == found.unique * (found.unique + 1) / 2
 
 
+def test_trees_of_a_prompt_share_it_where_they_are_packed() -> None:
+    """Prompt of 10, trees of 12 sampled and 19 more tokens (`test_one_tree_by_hand`)."""
+    settings = config(
+        data={"max_prompt_tokens": 10},
+        rollout={
+            "trees": 4,
+            "max_turns": 3,
+            "max_tool_calls": 2,
+            "max_turn_tokens": 2,
+            "max_observation_tokens": 3,
+        },
+    )
+    tree, prompt = work.expected_tree(settings), work.expected_prompt(settings)
+    assert (tree.generated, tree.unique) == (12, 31)
+    assert (prompt.generated, prompt.unique) == (4 * 12, 4 * 31 - 3 * 10)
+    assert prompt.keys == 4 * tree.keys - 3 * 55  # 10 * 11 / 2 of the prompt
+    assert prompt.copied == 4 * tree.copied
+
+
 @pytest.mark.parametrize(
-    ("budget", "within"),
-    [(1000, 0.1), (300, 0.1), (130, 0.1), (80, 0.2)],  # ten trees of about 101 tokens, three, one, a cut one
+    ("budget", "vpp", "within"),
+    # five prompts of about 182 tokens, two, one, one cut in two, one leaf or two; groups of pp under VPP
+    [(1000, 1, 0.15), (400, 1, 0.25), (260, 1, 0.0), (130, 1, 0.15), (80, 1, 0.15), (260, 2, 0.0)],
 )
-def test_micro_batches_are_those_of_the_real_packing(budget: int, within: float) -> None:
+def test_micro_batches_are_those_of_the_real_packing(budget: int, vpp: int, within: float) -> None:
     settings = config(
         data={"max_prompt_tokens": 20},
         rollout={
@@ -145,10 +165,10 @@ def test_micro_batches_are_those_of_the_real_packing(budget: int, within: float)
             "max_path_tokens": 50,
             "prompts": 32,
         },
-        train={"micro_batch_tokens": budget, "parallel": {"dp": 2}},
+        train={"micro_batch_tokens": budget, "parallel": {"dp": 2, "pp": 7, "vpp": vpp}},
     )
-    trees = [grown(settings, np.random.default_rng(i)) for i in range(64)]
-    real = scoring_batch(trees, PackingSpec(2, budget, 1, 64))[0]
+    trees = [grown(settings, np.random.default_rng(i), f"prompt {i // 2}") for i in range(64)]
+    real = scoring_batch(trees, PackingSpec(2, budget, 1, 64, count_multiple=7 if vpp > 1 else 1))[0]
     assert work.num_microbatches(settings) == pytest.approx(len(real[0]), rel=within)
 
 
@@ -170,49 +190,36 @@ def test_flops_are_those_torch_counts() -> None:
             model(ids)
     shape = small_shape(num_layers=3, hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8, vocab=50)
     all_trained = work.Tokens(tokens, 0, 0, 0, tokens * tokens, 0, 0)
-    found = work.flops(shape, all_trained, reference=True)
+    found = work.flops(shape, all_trained, all_trained, RecomputeConfig(), reference=True)
     assert counter.get_total_flops() == found.decode
     assert found.train == 3 * found.decode
     assert found.score == 2 * found.decode
+    assert found.recomputed == 0
 
 
-@pytest.mark.parametrize(
-    ("pp", "vpp", "micro_batches", "expected"),
-    [
-        (4, 1, 8, [4, 3, 2, 1]),
-        (4, 1, 2, [2, 2, 2, 1]),
-        (4, 2, 8, [11, 9, 7, 5]),  # 2 (pp - 1 - s) + (vpp - 1) pp warm-up passes, and one
-        (1, 1, 8, [1]),
-    ],
-)
-def test_chunks_in_flight(pp: int, vpp: int, micro_batches: int, expected: list[int]) -> None:
-    layout = ParallelLayout(pp=pp, vpp=vpp)
-    assert [chunks_in_flight(layout, stage, micro_batches) for stage in range(pp)] == expected
-
-
-def test_memory_of_kept_tensors_by_hand() -> None:
-    """A layer of `small_shape`: qkv (8 + 4 + 4) 3, proj 3 * 8, fc1 16 * 3, fc2 3 * 8, norms 6: 150. Stage 0
-    adds 10 * 3 of the embedding, stage 1 as much of the tied head and 3 of the norm."""
-    layout, packed = ParallelLayout(pp=2, dp=2), PackedTokens(10, 5)
-    for stage, parameters in enumerate((180, 183)):
-        plain = TrainState("bf16", "node", packed, 4, reference=True)
-        found = rank_memory(small_shape(), layout, stage, plain)
-        assert (found.weights, found.gradients, found.optimizer) == (
-            2 * parameters,
-            4 * parameters,
-            12 * parameters,
+def test_recomputed_flops_by_hand() -> None:
+    """Two layers of `small_shape`, 10 tokens that see 55 keys. A layer: 2 * 3 (2 * 8 + 2 * 4 + 3 * 8) a
+    token, of it 2 * 3 * 3 * 8 in the MLP; 4 * 8 a key."""
+    shape, tokens = small_shape(), work.Tokens(10, 0, 0, 0, 55, 0, 0)
+    again = {
+        name: work.recomputed_flops(
+            shape, tokens, 2, RecomputeConfig(granularity=granularity, modules=modules)
         )
-        assert found.reference == found.weights
-        shared = TrainState("fp32", "node", packed, 4, reference=False, distributed_optimizer=True)
-        assert rank_memory(small_shape(), layout, stage, shared).optimizer == 8 * parameters / 2
-        assert rank_memory(small_shape(), layout, stage, shared).reference == 0
+        for name, granularity, modules in (
+            ("core", "selective", ("core_attn",)),
+            ("both", "selective", ("core_attn", "mlp")),
+            ("full", "full", ("core_attn",)),
+        )
+    }
+    assert again == {"core": 2 * 32 * 55, "both": 2 * (32 * 55 + 144 * 10), "full": 2 * (288 * 10 + 32 * 55)}
 
 
 def test_70b_estimate(tmp_path: Path) -> None:
     """Public figures: Llama-3.1-70B has 70,553,706,496 parameters and 320 KiB of bf16 keys and values a
     token."""
     settings = config(train={"parallel": {"tp": 8, "pp": 8, "dp": 2}})
-    found = estimate(settings, shape_of(tmp_path, LLAMA_70B))
+    shape = shape_of(tmp_path, LLAMA_70B)
+    found = estimate(settings, shape)
     assert found.parameters == 70_553_706_496
     assert found.image_bytes == 2 * found.parameters
     assert found.engine.kv_bytes_per_token * 4 == 320 * 1024
@@ -227,7 +234,12 @@ def test_70b_estimate(tmp_path: Path) -> None:
     assert seconds["gradient sums"] == pytest.approx(4 * found.stages[-1].parameters / 50e9)
     # the busiest rank writes an eighth of an outer stage, each worker reads a quarter of the model
     assert seconds["publish"] == pytest.approx((19.2e9 / 8 + 141.1e9 / 4) / 50e9, rel=0.01)
-    assert seconds["train"] == pytest.approx(found.flops.train / 128 / (989e12 * 0.4))
+    # the last stage has 10 layers and the head, on 16 ranks
+    last = work.forward_flops(shape, found.packed, 10, head=True)
+    assert seconds["train"] == pytest.approx(3 * last / 16 / (989e12 * 0.4))
+    assert seconds["pipeline bubble"] == pytest.approx(
+        7 / found.num_microbatches * (seconds["score"] + seconds["train"])
+    )
     assert found.seconds == pytest.approx(sum(seconds.values()))
     assert seconds[found.bottleneck] == max(seconds.values())
 
@@ -242,18 +254,62 @@ def test_the_bottleneck_follows_the_hardware(tmp_path: Path) -> None:
     assert estimate(slow, shape).bottleneck == "train"
 
 
-def test_interleaved_and_uneven_stages(tmp_path: Path) -> None:
-    shape, packed = shape_of(tmp_path, LLAMA_70B), PackedTokens(4096, 2048)
-    state = TrainState("bf16", "flex", packed, 16, reference=False)
-    even = [rank_memory(shape, ParallelLayout(tp=8, pp=4), s, state) for s in range(4)]
-    uneven = ParallelLayout(tp=8, pp=4, stage_split=(19, 21, 21, 19))
-    other = [rank_memory(shape, uneven, s, state) for s in range(4)]
-    layer = even[1].weights // 20
-    assert [b.weights - a.weights for a, b in zip(even, other, strict=True)] == [-layer, layer, layer, -layer]
-    chunked = rank_memory(shape, ParallelLayout(tp=8, pp=4, vpp=2), 0, state)
-    # 11 chunks of 10 layers against 4 of 20
-    assert chunked.activations / even[0].activations == pytest.approx(11 / 8, rel=0.01)
-    assert chunked.weights == even[0].weights
+def test_traffic_of_a_70b_layout_by_hand(tmp_path: Path) -> None:
+    """TP 8 with sequence parallelism, CP 2, DP 2: 10 layers a stage, two scoring passes, one training."""
+    parallel = {"tp": 8, "pp": 8, "cp": 2, "dp": 2, "sequence_parallel": True, "distributed_optimizer": True}
+    shape = shape_of(tmp_path, LLAMA_70B)
+    found = estimate(config(train={"parallel": parallel, "mini_batches": 4}), shape)
+    amounts = {cost.name: cost.amount for cost in found.costs}
+    hidden = found.packed.unique / 4 * 8192 * 2
+    # of a ring's 7/8: 2 gathers and 2 scatters a forward pass, one gather more in each half's backward pass
+    assert amounts["tensor-parallel sums"] == pytest.approx((3 * 4 + 6) * 10 * 7 / 8 * hidden)
+    # keys and values of one KV head: gathered in three forward passes, scattered in the backward pass
+    keys = found.packed.unique / 2 * 2 * 128 * 2
+    assert amounts["context-parallel keys"] == pytest.approx(4 * 10 / 2 * keys)
+    # 3/4 of fp32 gradients out and of bf16 weights back, four steps
+    parameters = max(stage.parameters for stage in found.stages)
+    assert amounts["gradient sums"] == pytest.approx(4 * 3 / 4 * (4 + 2) * parameters)
+    assert "recomputation" not in amounts
+    again = {"granularity": "full"}
+    full = estimate(config(train={"parallel": parallel, "mini_batches": 4, "recompute": again}), shape)
+    more = {cost.name: cost.amount for cost in full.costs}
+    assert more["tensor-parallel sums"] == pytest.approx((3 * 4 + 6 + 4) * 10 * 7 / 8 * hidden)
+    assert more["context-parallel keys"] == pytest.approx(5 * 10 / 2 * keys)
+    assert more["recomputation"] == pytest.approx(
+        work.forward_flops(shape, found.packed, 10, head=False) / 32
+    )
+
+
+def test_knobs_of_the_config_reach_the_memory(tmp_path: Path) -> None:
+    """Second source: `rank_memory`, itself checked by hand and on real ranks."""
+    parallel = {"tp": 8, "pp": 8, "cp": 2, "sequence_parallel": True, "distributed_optimizer": True}
+    again = {"granularity": "selective", "modules": ("core_attn", "mlp")}
+    settings = config(train={"parallel": parallel, "recompute": again})
+    shape = shape_of(tmp_path, LLAMA_70B)
+    found, packed = estimate(settings, shape), work.micro_batch(settings)
+    for attention, backend in (("auto", "flex"), ("varlen", "varlen")):
+        settings = config(train={"parallel": parallel, "recompute": again, "attention": attention})
+        found = estimate(settings, shape)
+        state = TrainState(
+            "bf16", backend, packed, found.num_microbatches, True, RecomputeConfig.model_validate(again)
+        )
+        assert found.stages[3].memory == rank_memory(shape, settings.train.parallel, 3, state)
+    assert packed == PackedTokens(8192, packed.trained, packed.copied)
+    assert packed.copied / packed.tokens == pytest.approx(found.packed.copied / found.packed.unique)
+
+
+def test_virtual_stages_shorten_the_bubble(tmp_path: Path) -> None:
+    """PP 8 x VPP 2: micro-batches in groups of 8, bubble 7 / (2 m + 7). 12 prompts over 2 ranks leave 4 of 16
+    micro-batches empty."""
+    settings = config(
+        rollout={"prompts": 12, "max_path_tokens": 3000, "trees": 1},
+        train={"parallel": {"tp": 8, "pp": 8, "vpp": 2, "dp": 2}},
+        plan={"memory_gib": 400.0},
+    )
+    found = estimate(settings, shape_of(tmp_path, LLAMA_70B))
+    assert (found.num_microbatches, found.num_fillers) == (8, 4)
+    assert found.bubble == 7 / (2 * 8 + 7)
+    assert found.stages[0].layers == ((0, 5), (40, 45))
 
 
 REFUSED = {
@@ -272,6 +328,28 @@ REFUSED = {
         SMOLLM2,
         {"train": {"parallel": {"tp": 4, "pp": 7}}},
         "the nearest layout that can run is tp=3 pp=6",
+    ),
+    "uneven": (
+        SMOLLM2,
+        {"train": {"parallel": {"pp": 4}}},
+        ", or tp=1 pp=4 stage_split=[7, 8, 8, 7]",
+    ),
+    "virtual stages": (
+        SMOLLM2,
+        {"train": {"parallel": {"pp": 2, "vpp": 4}}},
+        "must divide the model's 30 layers, got 8; the nearest layout that can run is tp=1 pp=2 vpp=1, "
+        "or tp=1 pp=2 stage_split=[3, 4, 4, 4, 4, 4, 4, 3]",
+    ),
+    "split": (
+        SMOLLM2,
+        {"train": {"parallel": {"pp": 2, "stage_split": [8, 8]}}},
+        "stage_split: must sum to the model's 30 layers, got (8, 8); the nearest layout that can run is "
+        "tp=1 pp=2 stage_split=null, or tp=1 pp=2 stage_split=[15, 15]",
+    ),
+    "sequence parallelism": (
+        SMOLLM2,
+        {"train": {"parallel": {"tp": 2, "sequence_parallel": True, "cp": 2}}},
+        "the nearest layout that can run is tp=3 pp=1 train.micro_batch_tokens=8196",  # of 3 * 2 * cp
     ),
     "memory": (
         LLAMA_70B,
@@ -305,12 +383,31 @@ def test_what_cannot_run_is_refused_with_the_nearest_that_can(tmp_path: Path, na
     assert message in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "name", ["heads", "layers", "both", "virtual stages", "split", "sequence parallelism"]
+)
+def test_the_layouts_it_names_can_run(tmp_path: Path, name: str) -> None:
+    fields, changes, _ = REFUSED[name]
+    shape = shape_of(tmp_path, fields)
+    with pytest.raises(ValueError, match="can run is") as refusal:
+        check_layout(config(**changes), shape)
+    for way in str(refusal.value).split("can run is ")[1].split(", or "):
+        train = {"parallel": dict(changes["train"]["parallel"])}
+        for word in way.replace(", ", ",").split():
+            key, value = word.split("=")
+            section = train if "." in key else train["parallel"]
+            section[key.split(".")[-1]] = json.loads(value)
+        check_layout(config(train=train), shape)
+
+
 def test_the_layout_it_names_is_the_smallest_that_fits(tmp_path: Path) -> None:
     """Followed, the advice passes; with half the pipeline it does not."""
     shape = shape_of(tmp_path, LLAMA_70B)
     start = {"tp": 8, "pp": 1}
     with pytest.raises(ValueError, match="smallest layout that fits is tp=") as refusal:
         estimate(config(train={"parallel": start, "micro_batch_tokens": 4608}), shape)
+    assert "GiB with train.recompute.granularity=full, " in str(refusal.value)
+    assert "GiB with train.parallel.sequence_parallel=true" in str(refusal.value)
     words = str(refusal.value).split("fits is ")[1].replace(",", "").replace(";", "").split()
     tp, pp = (int(word.split("=")[1]) for word in words[:2])
     estimate(config(train={"parallel": {"tp": tp, "pp": pp}, "micro_batch_tokens": 4608}), shape)
@@ -328,8 +425,16 @@ def test_shorter_micro_batches_are_named_where_they_help(tmp_path: Path) -> None
         estimate(config(train={"parallel": parallel, "micro_batch_tokens": tokens + 64}), shape)
 
 
-def test_a_layout_that_fits_is_not_refused(tmp_path: Path) -> None:
-    check_layout(shape_of(tmp_path, SMOLLM2), ParallelLayout(tp=3, pp=5))
+def test_proposals_keep_what_the_layout_asked_for(tmp_path: Path) -> None:
+    """CP, virtual stages and sequence parallelism."""
+    parallel = {"tp": 4, "pp": 2, "vpp": 2, "cp": 2, "sequence_parallel": True}
+    with pytest.raises(ValueError, match="smallest layout that fits is ") as refusal:
+        estimate(config(train={"parallel": parallel}), shape_of(tmp_path, LLAMA_70B))
+    way = str(refusal.value).split("fits is ")[1].split(";")[0].split(",")[0].split()
+    tp, pp = (int(word.split("=")[1]) for word in way[:2])
+    kept = config(train={"parallel": parallel | {"tp": tp, "pp": pp}})
+    estimate(kept, shape_of(tmp_path, LLAMA_70B))
+    assert len(way) == 2  # VPP and sequence parallelism stay as they are
 
 
 def test_command_reads_only_the_models_config(
@@ -383,11 +488,11 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def grown(settings: Config, generator: np.random.Generator) -> Tree:
+def grown(settings: Config, generator: np.random.Generator, group: str = "g") -> Tree:
     """A tree of equal turns, its branches drawn by the real rules."""
     path, rollout = work.expected_path(settings), settings.rollout
     prompt = Node(-1, ids(0), ids(path.prompt), np.zeros(0, np.float32), "prompt", 0)
-    tree = Tree("g", 0, [prompt], [])
+    tree = Tree(group, 0, [prompt], [])
     chain(tree, 0, path)
     for _ in range(rollout.expand_rounds):
         for start in draw(candidates(tree, rollout.root), rollout.expand_nodes, generator):
