@@ -261,8 +261,8 @@ class Session:
     async def score(self, groups: Sequence[Group]) -> None:
         """Old and reference log-probs of every node, by forward passes over packed trees."""
         trees = [tree for group in groups for tree in group.trees]
-        batch, spans = batching.scoring_batch(trees, self.spec)
         with self.progress.phase("score"):
+            batch, spans = batching.scoring_batch(trees, self.spec)
             scatter(spans, await self.trainer.score(batch, "actor"), "old_logprobs")
             if self.config.algo.kl_coef > 0:
                 scatter(spans, await self.trainer.score(batch, "reference"), "ref_logprobs")
