@@ -113,7 +113,7 @@ def test_three_kills(world: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 def test_twenty_kills(world: Path) -> None:
     hits = 0
     for turn in range(
