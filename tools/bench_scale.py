@@ -2,9 +2,10 @@
 
 Synthetic trees stand for grown ones. Each size runs in a process of its own, whose peak memory is its own: a
 scoring batch and the scatter of its log-probs, then the training batch (advantages, weights, packing,
-partition), each shared out per dp rank as it is serialised for `ray.put`. Beside it, once: the slice plan of
-a 70B model and the estimate of such a run. The last line is JSON; a slope is that of a logarithm over log
-tokens, 1 where the cost is linear.
+partition), each shared out per dp rank as it is serialised for `ray.put`. The baseline is the smallest size
+with every leaf's whole path as a sequence of its own. Beside it, once: the slice plan of a 70B model and the
+estimate of such a run. The last line is JSON; a slope is that of a logarithm over log tokens, 1 where the
+cost is linear.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,18 @@ def _branch(tree: Tree, origin: int, rng: np.random.Generator) -> None:
     tree.leaves.append(Leaf(parent, float(rng.random()), 0.0, None))
 
 
+def copied(group: Group) -> Group:
+    """Every leaf's path as a tree of its own, which shares nothing, the prompt neither."""
+    trees = []
+    for tree in group.trees:
+        for leaf in tree.leaves:
+            path = [tree.nodes[i] for i in tree.path(leaf.node)]
+            nodes = [replace(node, parent=depth - 1) for depth, node in enumerate(path)]
+            name = f"{tree.group_id}/{len(trees)}"
+            trees.append(Tree(name, 0, nodes, [replace(leaf, node=len(nodes) - 1)]))
+    return Group(group.row, trees)
+
+
 def _ids(rng: np.random.Generator, count: int) -> np.ndarray:
     return rng.integers(0, 32000, count, dtype=np.int32)
 
@@ -101,11 +114,15 @@ def share_out(batch: StepBatch) -> int:
     return total
 
 
-def one_size(prompts: int, spec: batching.PackingSpec, profile: bool) -> dict[str, Any]:
+def one_size(
+    prompts: int, spec: batching.PackingSpec, *, profile: bool = False, copies: bool = False
+) -> dict[str, Any]:
     """The driver's work for one iteration of one optimizer step."""
     rng = np.random.default_rng(0)
     watch = Stopwatch({})
     groups = [synthetic_group(index, rng) for index in range(prompts)]
+    if copies:
+        groups = [copied(group) for group in groups]
     trees = [tree for group in groups for tree in group.trees]
     grown_bytes = _peak_bytes()
     profiler = cProfile.Profile()
@@ -190,6 +207,14 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def _apart(prompts: int, spec: batching.PackingSpec, **more: bool) -> dict[str, Any]:
+    """`one_size` in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        result: dict[str, Any] = pool.apply(one_size, (prompts, spec), more)
+    sys.stderr.write(f"{json.dumps(result)}\n")
+    return result
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=512, help="of the largest of four sizes")
@@ -198,17 +223,15 @@ def main() -> int:
     args = parser.parse_args()
     spec = batching.PackingSpec(DP, args.micro_batch_tokens, pad_to=1, hidden_size=HIDDEN)
     sizes = [max(args.prompts // 8, 1), max(args.prompts // 4, 1), max(args.prompts // 2, 1), args.prompts]
-    results = []
-    for prompts in sizes:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            profile = args.profile and prompts == args.prompts
-            results.append(pool.apply(one_size, (prompts, spec, profile)))
-        sys.stderr.write(f"{json.dumps(results[-1])}\n")
+    results = [_apart(prompts, spec, profile=args.profile and prompts == args.prompts) for prompts in sizes]
+    baseline = _apart(sizes[0], spec, copies=True)
     tokens, seconds, peaks = (
         np.log([r[key] for r in results]) for key in ("unique_tokens", "total_seconds", "peak_bytes")
     )
     largest = results[-1]
     report = {
+        "copied_seconds_over_ours": round(baseline["total_seconds"] / results[0]["total_seconds"], 3),
+        "copied_bytes_over_ours": round(baseline["shared_bytes"] / results[0]["shared_bytes"], 3),
         "slope_of_log_seconds": round(float(np.polyfit(tokens, seconds, 1)[0]), 3),
         "slope_of_log_peak": round(float(np.polyfit(tokens, peaks, 1)[0]), 3),
         "tokens_per_second": round(largest["unique_tokens"] / largest["total_seconds"]),

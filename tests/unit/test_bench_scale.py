@@ -25,10 +25,12 @@ def test_counters() -> None:
     """A prompt of 400 tokens is held once for its 4 trees. Bytes by hand: 3 int64 arrays a token, 2 int64 and
     6 float32 a trained one; the batch travels twice."""
     spec = PackingSpec(2, 100_000, pad_to=1, hidden_size=64)  # nothing is cut, hence nothing recomputed
-    found = one_size(2, spec, profile=False)
+    found = one_size(2, spec)
     rng = np.random.default_rng(0)
     trees = [tree for index in range(2) for tree in synthetic_group(index, rng).trees]
     tokens = 2 * 400 + sum(node.num_tokens for tree in trees for node in tree.nodes[1:])
     trained = sum(len(node.action_ids) for tree in trees for node in tree.nodes)
     assert (found["leaves"], found["unique_tokens"]) == (32, tokens)
+    apart = one_size(2, spec, copies=True)  # nothing is shared: as many unique tokens as copied ones
+    assert apart["unique_tokens"] == apart["copied_tokens"] == found["copied_tokens"] > 2 * tokens
     assert found["shared_bytes"] == 2 * (tokens * 3 * 8 + trained * (2 * 8 + 6 * 4))
