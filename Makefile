@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help setup demo test test-full test-layouts lint format lock clean
+.PHONY: help setup demo test test-full test-layouts lint format lock lock-image check-image-pins clean
 
 LOCK := requirements/cpu.txt
 BIN := .venv/bin
@@ -57,11 +57,14 @@ test-full: setup ## Run every test; takes long.
 test-layouts: setup ## Prove that gradients do not depend on the layout, over all layouts; prints the table.
 	@$(TEST) tests/dist/test_layout_invariance.py
 
-lint: setup ## Check style, formatting, import walls and types.
+lint: setup ## Check style, formatting, import walls and types; scripts, image and manifests too.
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/shellcheck .ci/run examples/launch/*.sh examples/launch/*/*.sh examples/launch/*/*.sbatch
+	$(BIN)/yamllint --strict .yamllint examples
 
 format: setup ## Fix what ruff can fix.
 	@$(BIN)/ruff check --fix .
@@ -69,6 +72,12 @@ format: setup ## Fix what ruff can fix.
 
 lock: ## Write requirements/cpu.txt from .venv, after a pin in pyproject.toml was changed and installed.
 	@$(BIN)/python tools/lock.py
+
+check-image-pins: setup ## Check that the GPU image's wheels exist for Python 3.12 and fit each other; takes minutes.
+	@$(BIN)/python -m tools.image_pins
+
+lock-image: setup ## Resolve the GPU image's wheels anew into requirements/gpu.txt; takes minutes.
+	@$(BIN)/python -m tools.image_pins --write
 
 clean: ## Remove .venv, caches and what prepare made; runs/ stays.
 	@rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis .import_linter_cache *.egg-info examples/*/generated
