@@ -73,14 +73,15 @@ def report(ranks: dict[str, Any], engine: dict[str, Any], model_bytes: int) -> d
         "megatron_resharding_over_ours": resharding and round(resharding / ranks["write_seconds"], 3),
         **{k: round(v, 4) if isinstance(v, float) else v for k, v in {**ranks, **engine}.items()},
         "model_bytes": model_bytes,
-        "machine": f"{os.cpu_count()} x {_cpu()}, {platform.system()} {platform.release()}",
+        "machine": machine(),
         "load_average": round(os.getloadavg()[0], 1),
     }
 
 
-def _cpu() -> str:
+def machine() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    return f"{os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}"
 
 
 def main() -> int:
