@@ -81,7 +81,7 @@ def _ways_out(config: Config, shape: ModelShape, state: TrainState, found: Seque
         ways.append(f"the smallest layout that fits is {_named(config, fits)}")
     share = min((room * GIB - m.kept) / (m.activations + m.logits) for m in found)  # linear in the tokens
     tokens = int(share * config.train.micro_batch_tokens)
-    tokens -= tokens % parallel.token_multiple
+    tokens -= tokens % config.train.token_multiple
     if tokens >= config.data.max_prompt_tokens + config.rollout.max_path_tokens:
         ways.append(f"this layout fits with train.micro_batch_tokens={tokens}")
     return ", ".join(ways) or f"no layout up to tp={NODE_RANKS} fits a micro-batch of the longest path"
@@ -215,9 +215,10 @@ def _named(config: Config, parallel: ParallelConfig) -> str:
         value = getattr(parallel, name)
         if value != getattr(old, name):
             words.append(f"{name}={json.dumps(value)}")
-    short = -config.train.micro_batch_tokens % parallel.token_multiple
+    train = config.train.model_copy(update={"parallel": parallel})
+    short = -train.micro_batch_tokens % train.token_multiple
     if short:
-        words.append(f"train.micro_batch_tokens={config.train.micro_batch_tokens + short}")
+        words.append(f"train.micro_batch_tokens={train.micro_batch_tokens + short}")
     return " ".join(words)
 
 
