@@ -74,7 +74,6 @@ class Wheel:
     version: str
     python: str  # Requires-Python
     requires: tuple[str, ...]
-    file: str
 
 
 def wanted() -> list[str]:
@@ -129,7 +128,6 @@ def _wheel(item: dict) -> Wheel:
         version=about["version"],
         python=about.get("requires_python", ""),
         requires=tuple(about.get("requires_dist", ())),
-        file=item["download_info"]["url"].rpartition("/")[2],
     )
 
 
@@ -161,7 +159,7 @@ def closure(
             if (name, wanted_extra) not in seen:
                 seen.add((name, wanted_extra))
                 todo += [(Requirement(line), name, wanted_extra) for line in wheel.requires]
-    return reached, faults
+    return reached, list(dict.fromkeys(faults))  # an extra is followed after its package: the same again
 
 
 def check() -> list[str]:
@@ -185,9 +183,7 @@ def write() -> list[str]:
 
 def show() -> None:
     found = pins(WHEELS)
-    print(
-        f"{len(found)} wheels resolve for Python {PYTHON}, x86-64 Linux ({WHEELS.relative_to(ROOT)}), among them"
-    )
+    print(f"{WHEELS.relative_to(ROOT)}: {len(found)} wheels for Python {PYTHON}, x86-64 Linux, among them")
     named = {canonicalize_name(Requirement(line).name) for line in wanted()}
     for pin in found:
         if canonicalize_name(pin.name) in named:

@@ -1,0 +1,150 @@
+"""What launches the product where no cluster is at hand: the KubeRay manifest against Kubernetes' own schema,
+the container that docker is asked for, the pins of the image."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from megatron_tree.config import load
+from tools import image_pins
+from tools.image_pins import Wheel, closure
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "examples" / "launch"
+
+
+@pytest.fixture(scope="module")
+def manifest() -> dict[str, Any]:
+    return yaml.safe_load((LAUNCH / "kuberay" / "rayjob.yaml").read_text(encoding="utf-8"))
+
+
+def pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Templates of head and workers."""
+    cluster = manifest["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [group["template"] for group in groups]
+
+
+def test_pod_templates_are_pods_of_kubernetes(manifest: dict[str, Any]) -> None:
+    """Strict: an unknown field is an error."""
+    for template in pods(manifest):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "node"}, **template}
+        kubernetes_validate.validate(pod, "1.37", strict=True)
+        pod["spec"]["containers"][0]["volumeMount"] = []
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(pod, "1.37", strict=True)
+        del pod["spec"]["containers"][0]["volumeMount"]
+
+
+def test_pods_have_shared_memory_and_time_to_save(manifest: dict[str, Any]) -> None:
+    """A medium other than memory, or a grace period below the wait for the program, would lose a run's end.
+    Sizes: 28.4 GiB for two images of the 7B model; engines of one worker take no queue."""
+    spec = manifest["spec"]
+    assert spec["rayClusterSpec"]["rayVersion"] == version("ray")
+    program, verb, config, resume = spec["entrypoint"].removeprefix("exec ").split()
+    assert (program, verb, resume) == ("megatron-tree", "train", "--resume")
+    assert load(ROOT / config).engine.image_dir == "/dev/shm"
+    for template in pods(manifest):
+        container = template["spec"]["containers"][0]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        shared = volumes[mounts["/dev/shm"]]["emptyDir"]
+        assert shared["medium"] == "Memory"
+        assert int(shared["sizeLimit"].removesuffix("Gi")) >= 2 * 14.2 + 8
+        environment = {variable["name"]: variable["value"] for variable in container["env"]}
+        waits = int(environment["RAY_JOB_STOP_WAIT_TIME_S"])
+        assert template["spec"]["terminationGracePeriodSeconds"] > waits
+    head = pods(manifest)[0]["spec"]["containers"][0]
+    assert head["lifecycle"]["preStop"]["exec"]["command"] == ["ray", "job", "stop", spec["jobId"]]
+
+
+def test_docker_is_asked_for_shared_memory_and_a_graceful_stop(tmp_path: Path) -> None:
+    """A docker that prints its arguments; values of secrets are no arguments."""
+    docker = tmp_path / "docker"
+    docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    docker.chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MEGATRON_TREE_SHM": "48g",
+        "MEGATRON_TREE_LOGS": str(tmp_path / "logs"),
+        "MEGATRON_TREE_HEAD": "10.0.0.1:6379",
+        "RAY_AUTH_TOKEN": "secret",
+    }
+    start = [str(LAUNCH / "docker" / "start.sh")]
+    done = subprocess.run(
+        [*start, "head", "a.yaml", "b.c=1"], env=environment, capture_output=True, text=True, check=True
+    )
+    words = done.stdout.splitlines()
+    options = dict(pairwise(words))
+    assert (options["--shm-size"], options["--gpus"], options["--network"]) == ("48g", "all", "host")
+    assert options["--restart"].startswith("on-failure")
+    assert int(options["--stop-timeout"]) >= 600
+    assert [words[i + 1] for i, w in enumerate(words) if w == "--env"] == [
+        "MEGATRON_TREE_HEAD",
+        "RAY_AUTH_TOKEN",
+    ]
+    assert words[-4:] == ["examples/launch/node.sh", "head", "a.yaml", "b.c=1"]
+    assert "secret" not in done.stdout
+    wrong = subprocess.run([*start, "heads"], env=environment, capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "start.sh: first argument: must be head or worker, got 'heads'\n",
+    )
+
+
+def test_the_image_installs_what_is_locked() -> None:
+    """Every requirement of the package's extra `gpu` has a pin that it allows; torch's CUDA is the base's."""
+    pins = {pin.name: str(pin.specifier).removeprefix("==") for pin in image_pins.pins(image_pins.WHEELS)}
+    wheels = {name: Wheel(at, "", ()) for name, at in pins.items()}
+    assert closure(wheels, image_pins.wanted(), image_pins.sources())[1] == []
+    base = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert base is not None
+    assert pins["cuda-toolkit"].startswith(base[1] + ".")
+
+
+def test_a_closure_by_hand() -> None:
+    """a needs b below 2 on Python 3.12 only, and c for its extra; d needs another Python."""
+    of_a = ('b<2; python_version >= "3.12"', 'c; extra == "more"', 'gone; os_name == "nt"')
+    wheels = {
+        "a": Wheel("1.0", ">=3.10", of_a),
+        "b": Wheel("2.0", "", ()),
+        "c": Wheel("1.0", "", ()),
+        "d": Wheel("1.0", ">=3.13", ("e", "built")),
+    }
+    reached, faults = closure(wheels, ["a[more]==1.0"], ["built"])
+    assert reached == {"a", "b", "c"}
+    assert faults == ['b<2; python_version >= "3.12" of a is pinned to 2.0']
+    assert closure(wheels, ["a"], [])[0] == {"a", "b"}
+    assert closure(wheels, ["d"], ["built"])[1] == [
+        "d 1.0 needs Python >=3.13, the image has 3.12",
+        "e of d is not pinned",
+    ]
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        "apex>=1.0",
+        "apex",
+        "apex==1.*",
+        "apex @ git+https://example.org/apex.git@main",
+        "apex @ git+https://example.org/apex.git@10417ac",
+    ],
+)
+def test_a_source_that_could_move_is_refused(
+    pin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "source.txt").write_text(f"{pin}\n")
+    monkeypatch.setattr(image_pins, "SOURCES", tmp_path / "source.txt")
+    with pytest.raises(ValueError, match=r"apex: must be name==version or a commit of 40 digits, got apex"):
+        image_pins.sources()
