@@ -98,14 +98,14 @@ def held(pid: int) -> int:
 
 def baseline() -> int:
     """Bytes of an interpreter with the tool's imports."""
-    command = [sys.executable, "-c", f"{IMPORTS}; input()"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, text=True) as process:
-        sizes = [0, 1]
-        while sizes[-1] != sizes[-2] or sizes[-1] < 50e6:  # until its imports are done
-            time.sleep(1)
-            sizes.append(held(process.pid))
+    command = [sys.executable, "-c", f"{IMPORTS}; print('imported', flush=True); input()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "imported\n"
+        size = held(process.pid)
         process.communicate("\n")
-    return sizes[-1]
+    return size
 
 
 def test_memory_of_a_process_stays_below_three_tensors(model: Path, tmp_path: Path):
