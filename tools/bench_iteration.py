@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the quickstart is found however this is started
 from examples.quickstart.prepare import prepare
 from megatron_tree import loop
 from megatron_tree.config import load
