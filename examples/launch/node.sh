@@ -52,15 +52,6 @@ stop_ray() {
 # shellcheck disable=SC2016 # the inner bash expands them
 head_is_up() { timeout 5 bash -c 'exec 3<>"/dev/tcp/$0/$1"' "${address%:*}" "${address##*:}" 2>/dev/null; }
 
-# Waits for a child of ours, however often a trapped signal interrupts `wait`.
-wait_for() {
-  local status
-  while true; do
-    wait "$1" && status=0 || status=$?
-    kill -0 "$1" 2>/dev/null || return "$status"
-  done
-}
-
 # Ranks and engines are children of the node's raylet.
 hold() {
   local raylets
@@ -68,10 +59,10 @@ hold() {
   while [[ -n $raylets ]] && pgrep -P "$raylets" -f '^ray::(_RankActor|Engine)' >/dev/null; do sleep 1; done
 }
 
-stop_program() {
+stop_program() { # why
   [[ -z $stopping ]] || return 0
   stopping=yes
-  say "asking the program to save and stop"
+  say "$1: the program is asked to save and stop"
   [[ -z $program ]] || kill -TERM "$program" 2>/dev/null || true
 }
 
@@ -81,14 +72,18 @@ run() {
   setsid "$@" &
   program=$!
   [[ -z $stopping ]] || kill -TERM "$program" # it came between the lines above
+  while kill -0 "$program" 2>/dev/null; do
+    kill -0 "$ray" 2>/dev/null || stop_program "Ray's head has ended"
+    sleep 1
+  done
   local status=0
-  wait_for "$program" || status=$?
+  wait "$program" || status=$?
   say "$1 ended with status $status"
   return "$status"
 }
 
 run_head() {
-  trap stop_program TERM INT
+  trap 'stop_program signal' TERM INT
   trap stop_ray EXIT
   ! head_is_up || { say "$address is in use already" && return 1; }
   say "Ray's head at $address"
