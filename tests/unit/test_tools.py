@@ -100,12 +100,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.calls.append(body)
         act = self.server.script.pop(0) if self.server.script else 200
         if act == "hang":
-            time.sleep(0.6)
+            time.sleep(1.2)
             return
         if act == "drip":  # each byte arrives in time, the whole never does
             self.send_response(200)
             self.end_headers()
-            for _ in range(12):
+            for _ in range(24):
                 self.wfile.write(b" ")
                 time.sleep(0.05)
             return
@@ -139,7 +139,7 @@ def client(server: Server, **options: Any) -> HttpSearch:
 
 def limits(trouble: list) -> dict[str, float]:
     """A short time-out only where it is what the test waits for: elsewhere a busy machine may be slow."""
-    return {"timeout_s": 0.2} if {"hang", "drip"} & set(trouble) else {}
+    return {"timeout_s": 0.5} if {"hang", "drip"} & set(trouble) else {}
 
 
 async def ask(search: HttpSearch, *keys: tuple[str, int]) -> list[tuple[Hit, ...]]:
@@ -196,7 +196,7 @@ def test_retries(server: Server, trouble: list) -> None:
     ("trouble", "calls", "message"),
     [
         ([500] * 3, 3, r"status 500 after 3 tries of 10 s$"),
-        (["hang"] * 3, 3, r"(ReadTimeout|TimeoutError) after 3 tries of 0\.2 s$"),
+        (["hang"] * 3, 3, r"(ReadTimeout|TimeoutError) after 3 tries of 0\.5 s$"),
         ([404], 1, r"status 404 after 1 tries"),  # will not pass
         (["<html>"], 1, r"Expecting value"),
         (['{"result": [[], []]}'], 1, r"result: must be a list of 1, one per query, got 2 results$"),
