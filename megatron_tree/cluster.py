@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,7 +42,11 @@ def running_ray(address: str | None = None) -> Iterator[None]:
         os.environ.setdefault(name, value)
     address = address or os.environ.get("RAY_ADDRESS")
     local = {} if address else {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, 1)}
+    # ray.init puts a handler of its own on SIGTERM, which aborts the process: nothing would be saved
+    before = signal.getsignal(signal.SIGTERM)
     ray.init(address=address or "local", logging_level=logging.ERROR, **local)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
     try:
         yield
     finally:

@@ -253,6 +253,7 @@ class PlanConfig(Section):
     GPU in nodes of eight."""
 
     device: Literal["gpu", "cpu"] = "gpu"  # cpu: memory is not checked, the KV cache is engine.kv_cache_gib
+    devices: Positive | None = None  # GPUs of the cluster; null: as many as ranks and engine workers need
     peak_tflops: Annotated[float, Field(gt=0)] = 989.0  # of one rank, dense, in the dtype trained in
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that matrix products reach
     memory_gib: Annotated[float, Field(gt=0)] = 80.0  # of one rank

@@ -48,7 +48,7 @@ async def train(run: Session) -> dict[str, object]:
             try:
                 await iterate(run)
             except TrainerFailed as failure:
-                await run.recover(failure)
+                await recover(run, failure)
         if config.eval.at_end:
             story.after = await evaluate(run)
         await run.save(wait=True)
@@ -58,14 +58,24 @@ async def train(run: Session) -> dict[str, object]:
     return summary(run, story)
 
 
+async def recover(run: Session, failure: TrainerFailed) -> None:
+    """Until a new trainer group stands, or the restarts are used up: a new one may fail too."""
+    try:
+        await run.recover(failure)
+    except TrainerFailed as again:
+        if again is failure:
+            raise  # no restart is left
+        await recover(run, again)
+
+
 async def iterate(run: Session) -> None:
     run.progress.timer.seconds.clear()
     begun = time.perf_counter()
     async for ended in run.grow():
         await run.score(ended)  # while others still grow
+    await run.settle()  # a checkpoint that was written meanwhile counts from here on
     learned = await run.learn()
     await run.publish()
-    await run.settle()
     run.iteration += 1
     tell(run, learned, time.perf_counter() - begun)
     if run.config.eval.every and run.iteration % run.config.eval.every == 0:

@@ -54,6 +54,24 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     raise ValueError(f"{refusal}; the nearest layout that can run is {', or '.join(ways)}")
 
 
+def check_devices(config: Config) -> None:
+    """Every trainer rank and engine worker has a device of its own."""
+    engine, ranks, there = config.engine, config.train.parallel.layout.world_size, config.plan.devices
+    workers = engine.count * engine.tp
+    if there is None or ranks + workers <= there:
+        return
+    ways = []
+    if there - ranks >= engine.tp:
+        ways.append(f"engine.count={(there - ranks) // engine.tp}")
+    if there - workers >= ranks // config.train.parallel.dp:
+        dp = (there - workers) // (ranks // config.train.parallel.dp)
+        ways.append(f"train.parallel.dp={dp}")
+    raise ValueError(
+        f"plan.devices: must hold {ranks} trainer ranks and {workers} engine workers, {ranks + workers}, got "
+        f"{there}; " + (f"{' or '.join(ways)} fits" if ways else "no smaller dp or engine.count fits")
+    )
+
+
 def check_memory(config: Config, shape: ModelShape, state: TrainState) -> None:
     """Every rank fits its device, or the ways out are named."""
     parallel, hardware = config.train.parallel, config.plan

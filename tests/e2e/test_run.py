@@ -157,7 +157,7 @@ def test_killed_stopped_and_resumed_is_the_same(world: Path, whole: tuple[Path, 
     assert "restarting the trainer (1 of 2)" in command.seen[-1]
     command.wait_for("iteration 2/3")
     started = command.children()
-    command.process.send_signal(signal.SIGINT)
+    command.process.send_signal(signal.SIGTERM)
     code, _ = command.finish()
     assert code == 130, "".join(command.seen)
     assert_gone(started)

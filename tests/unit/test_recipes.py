@@ -68,6 +68,25 @@ def test_plan_accepts_it_and_says_what_the_readme_says(
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_one_gpu_too_few_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[RECIPES[name]]), encoding="utf-8")
+    short = int(said(name)["GPUs"]) - 1
+    options = [f"model.path={tmp_path}", f"plan.devices={short}"]
+    config = str(EXAMPLES / name / "config.yaml")
+    monkeypatch.setattr(sys, "argv", ["megatron-tree", "plan", config, *options])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert re.match(
+        rf"^megatron-tree: .*plan\.devices: must hold \d+ trainer ranks .*{short + 1}, got {short}", error
+    )
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_one_rank_short_of_a_layout_is_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
