@@ -8,6 +8,7 @@ an image is read (`reshard.receive`). vLLM is imported in `start`, after the env
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +65,8 @@ class Engine:
         """
         for name, value in QUIET.items():
             os.environ.setdefault(name, value)
+        # while it is imported vLLM warns before it has read its level
+        logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         arguments = _arguments(self._model, self._config, self._shape)
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
