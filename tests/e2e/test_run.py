@@ -155,7 +155,7 @@ def test_killed_stopped_and_resumed_is_the_same(world: Path, whole: tuple[Path, 
     command.wait_for("engines serve version 2")
     command.wait_for("write_version: rank 3 failed: RankDied")
     assert "restarting the trainer (1 of 2)" in command.seen[-1]
-    command.wait_for("iteration 2/3")
+    command.wait_for("iteration 2/3  reward")
     started = command.children()
     command.process.send_signal(signal.SIGTERM)
     code, _ = command.finish()
