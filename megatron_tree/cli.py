@@ -94,8 +94,8 @@ def main() -> None:
         _fail(f"{error.filename or 'disk'}: {error.strerror or error}", code=1)
     except (typer.Abort, asyncio.CancelledError):
         sys.exit(130)
-    except Exception as error:  # typer exports no base of its usage errors; others are raised again
-        usage = getattr(error, "format_message", None)  # click's own errors, which typer does not export
+    except Exception as error:  # typer exports no base of its usage errors: they are told by a method
+        usage = getattr(error, "format_message", None)
         if usage is None:
             raise
         _fail(usage() or "a command is needed", code=2)

@@ -75,11 +75,9 @@ class Session:
 
     async def __aenter__(self) -> Self:
         self.folder.claim()
-        try:
+        async with self._opened:  # what was started is stopped where the rest does not start
             await self._open()
-        except BaseException:  # also Ctrl-C: what was started is stopped; raised again
-            await self._opened.aclose()
-            raise
+            self._opened = self._opened.pop_all()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -250,7 +248,7 @@ class Session:
             ):
                 try:
                     chunk = await self.stopping.unless(anext(chunks, None))
-                except BaseException:  # also a stop: the prompts are taken again; raised again
+                except BaseException:  # a stop is no Exception, and also then the prompts must be taken again
                     await self.trees.drop(self.iteration)
                     raise
             if chunk is None:

@@ -1,4 +1,4 @@
-"""Limits of every test process: one thread, no hub, no usage reports. Tests marked `gpu` need one.
+"""Limits of every test process: one thread, no hub, no usage reports.
 
 Set before torch is imported anywhere, so that spawned ranks and engines inherit it. A run that wants more
 threads sets OMP_NUM_THREADS itself.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 
 import hypothesis
-import pytest
 
 # a busy machine is no failure: pytest's time-out is the only clock
 hypothesis.settings.register_profile("repository", deadline=None)
@@ -23,14 +22,3 @@ for _name, _value in {
     "RAY_USAGE_STATS_ENABLED": "0",
 }.items():
     os.environ.setdefault(_name, _value)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if not marked:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))  # torch sees none here

@@ -7,18 +7,13 @@ processes. Left out: tensor and data parallelism.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
-import traceback
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from megatron_tree.algo.batch import PackingSpec, sft_batch
@@ -26,7 +21,7 @@ from megatron_tree.config import AlgoConfig, OptimizerConfig, ParallelConfig
 from megatron_tree.planner.schedule import Pass, passes
 from megatron_tree.train.group import RankSetup
 from megatron_tree.types import MicroBatch
-from tools.bench_reshard_engine import first_answer
+from tools import bench_ranks
 from tools.bench_trees import TreeShape, grow
 
 if TYPE_CHECKING:
@@ -88,48 +83,24 @@ Runs = dict[int, dict[int, list[Run]]]  # by vpp, then by the number of micro-ba
 
 def run_ranks(plan: Plan, pp: int) -> tuple[Runs, int]:
     """The steps, and the tokens of a micro-batch."""
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
-    )
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(rank, pp, store.port, plan, answers)) for rank in range(pp)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        return first_answer(answers, processes)
-    finally:
-        for process in processes:
-            process.kill()
+    return bench_ranks.run_ranks(pp, partial(_rank, pp, plan), pinned=True)
 
 
-def _rank(rank: int, pp: int, port: int, plan: Plan, answers: Any) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module=r"megatron|torch\.distributed")
+def _rank(pp: int, plan: Plan, rank: int, store: dist.Store) -> tuple[Runs, int]:
     from megatron_tree.train.rank import TrainRank, stop_megatron
 
-    try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        found: Runs = {}
-        for vpp, sizes in plan.sizes.items():
-            setup = RankSetup(plan.model, ParallelConfig(pp=pp, vpp=vpp), "fp32", 1.0, AlgoConfig(), 600.0, 1)
-            trainer = TrainRank(rank, setup)
-            trainer._store = dist.PrefixStore(f"vpp{vpp}", store)
-            trainer.start(("", 0), plan.model)
-            # the weights stay as they are: fp32 does not see such a step
-            trainer.begin(OptimizerConfig(lr=1e-30, weight_decay=0.0), 1000)
-            bench = Bench(trainer)
-            found[vpp] = {size: bench.runs(size, plan.steps) for size in sizes}
-            stop_megatron()
-        if rank == 0:
-            answers.put((found, bench.batch.num_tokens))
-    except BaseException:  # reported to the parent, then raised again
-        answers.put(f"rank {rank}:\n{traceback.format_exc()}")
-        raise
+    found: Runs = {}
+    for vpp, sizes in plan.sizes.items():
+        setup = RankSetup(plan.model, ParallelConfig(pp=pp, vpp=vpp), "fp32", 1.0, AlgoConfig(), 600.0, 1)
+        trainer = TrainRank(rank, setup)
+        trainer._store = dist.PrefixStore(f"vpp{vpp}", store)
+        trainer.start(("", 0), plan.model)
+        # the weights stay as they are: fp32 does not see such a step
+        trainer.begin(OptimizerConfig(lr=1e-30, weight_decay=0.0), 1000)
+        bench = Bench(trainer)
+        found[vpp] = {size: bench.runs(size, plan.steps) for size in sizes}
+        stop_megatron()
+    return found, bench.batch.num_tokens
 
 
 class Bench:

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import cProfile
-import multiprocessing
 import os
 import pstats
-import queue
 import sys
 import time
-import traceback
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +27,7 @@ from megatron_tree.config import EngineConfig
 from megatron_tree.engine.engine import Engine
 from megatron_tree.reshard import digest, image, plan
 from megatron_tree.types import Update
+from tools.bench_ranks import run_processes
 
 REPEATS = 3
 PROMPT = np.arange(5, 85, dtype=np.int32)
@@ -94,38 +92,13 @@ def _maps(path: str) -> list[tuple[int, int]]:
 
 
 def run_engine(model: Path, tp: int, updates: list[Update], profile: bool) -> Figures:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    process = context.Process(target=_serve, args=(model, tp, updates, profile, answers))
-    process.start()
-    try:
-        return first_answer(answers, [process])
-    finally:
-        process.kill()
+    return run_processes([partial(_serve, model, tp, updates, profile)])
 
 
-def first_answer(answers: Any, processes: list[Any]) -> Any:
-    """What the processes find; RuntimeError with the traceback of the first that fails."""
-    answer, codes = None, [None]
-    while answer is None and None in codes and not any(codes):
-        codes = [process.exitcode for process in processes]
-        with suppress(queue.Empty):
-            answer = answers.get(timeout=1)
-    if answer is None or isinstance(answer, str):
-        raise RuntimeError(answer or f"processes of the bench ended with {codes}")
-    for process in processes:
-        process.join(60)
-    return answer
-
-
-def _serve(model: Path, tp: int, updates: list[Update], profile: bool, answers: Any) -> None:
+def _serve(model: Path, tp: int, updates: list[Update], profile: bool) -> Figures:
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # our own functions go to the workers
-    try:
-        with asyncio.Runner() as runner:
-            answers.put(runner.run(_measure(model, tp, updates, profile)))
-    except BaseException:  # reported to the parent, then raised again
-        answers.put(traceback.format_exc())
-        raise
+    with asyncio.Runner() as runner:
+        return runner.run(_measure(model, tp, updates, profile))
 
 
 async def _measure(model: Path, tp: int, updates: list[Update], profile: bool) -> Figures:

@@ -12,16 +12,13 @@ from __future__ import annotations
 
 import cProfile
 import math
-import multiprocessing
 import pstats
 import resource
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -35,7 +32,8 @@ from megatron_tree.config import AlgoConfig, ParallelConfig
 from megatron_tree.reshard import digest, image, plan
 from megatron_tree.train.group import RankSetup
 from megatron_tree.types import Update
-from tools.bench_reshard_engine import Figures, first_answer
+from tools import bench_ranks
+from tools.bench_reshard_engine import Figures
 
 if TYPE_CHECKING:
     from megatron_tree.train.rank import TrainRank
@@ -49,42 +47,23 @@ SCALE = 1.25  # published weights are the model's times this, exactly: nobody pa
 
 def run_ranks(model: Path, shared: Path, profile: bool) -> tuple[Figures, list[Update]]:
     """Figures, and the versions that now lie in the two slots."""
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
-    )
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    args = (store.port, model, shared, profile, answers)
-    processes = [context.Process(target=_rank, args=(rank, *args)) for rank in LAYOUT.ranks()]
-    for process in processes:
-        process.start()
-    try:
-        return first_answer(answers, processes)
-    finally:
-        for process in processes:
-            process.kill()
+    return bench_ranks.run_ranks(LAYOUT.world_size, partial(_rank, model, shared, profile), pinned=False)
 
 
-def _rank(rank: int, port: int, model: Path, shared: Path, profile: bool, answers: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module=r"megatron|torch\.distributed")
+def _rank(
+    model: Path, shared: Path, profile: bool, rank: int, store: dist.Store
+) -> tuple[Figures, list[Update]]:
     from megatron_tree.train.rank import TrainRank, stop_megatron
 
-    try:
-        setup = RankSetup(str(model), PARALLEL, "fp32", 1.0, AlgoConfig(), 600.0, 1)
-        trainer = TrainRank(rank, setup)
-        trainer._store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        trainer.start(("", 0), str(model))
-        with torch.no_grad(), trainer._in("bench"):
-            for param in trainer.actor[0].parameters():
-                param.mul_(SCALE)
-            answer = Bench(trainer, model, shared, profile).run()
-        if rank == 0:
-            answers.put(answer)
-        stop_megatron()  # not trainer.stop: the images stay
-    except BaseException:  # reported to the parent, then raised again
-        answers.put(f"rank {rank}:\n{traceback.format_exc()}")
-        raise
+    trainer = TrainRank(rank, RankSetup(str(model), PARALLEL, "fp32", 1.0, AlgoConfig(), 600.0, 1))
+    trainer._store = store
+    trainer.start(("", 0), str(model))
+    with torch.no_grad(), trainer._in("bench"):
+        for param in trainer.actor[0].parameters():
+            param.mul_(SCALE)
+        answer = Bench(trainer, model, shared, profile).run()
+    stop_megatron()  # not trainer.stop: the images stay
+    return answer
 
 
 class Bench:

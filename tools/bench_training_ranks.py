@@ -7,17 +7,12 @@ mask (`dense`). Nothing else differs: model, schedule, optimizer, token budget, 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import sys
 import time
-import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +29,8 @@ from megatron_tree.planner.work import layer_parameters
 from megatron_tree.reshard.names import ModelShape
 from megatron_tree.train.group import RankSetup
 from megatron_tree.types import Group, MicroBatch
-from tools.bench_reshard_engine import Figures, first_answer
+from tools import bench_ranks
+from tools.bench_reshard_engine import Figures
 from tools.bench_trees import TreeShape, copied_batch, grow, trained_tokens
 
 if TYPE_CHECKING:
@@ -59,44 +55,20 @@ class Plan:
 
 def run_ranks(setup: RankSetup, plan: Plan) -> list[Figures]:
     """Figures of each shape."""
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10)
-    )
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    processes = [
-        context.Process(target=_rank, args=(rank, store.port, setup, plan, answers))
-        for rank in setup.layout.ranks()
-    ]
-    for process in processes:
-        process.start()
-    try:
-        return first_answer(answers, processes)
-    finally:
-        for process in processes:
-            process.kill()
+    return bench_ranks.run_ranks(setup.layout.world_size, partial(_rank, setup, plan), pinned=True)
 
 
-def _rank(rank: int, port: int, setup: RankSetup, plan: Plan, answers: Any) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", module=r"megatron|torch\.distributed")
+def _rank(setup: RankSetup, plan: Plan, rank: int, store: dist.Store) -> list[Figures]:
     from megatron_tree.train.rank import TrainRank, stop_megatron
 
-    try:
-        trainer = TrainRank(rank, setup)
-        trainer._store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        trainer.start(("", 0), setup.model_path)
-        # the weights stay as they are: fp32 does not see such a step
-        trainer.begin(OptimizerConfig(lr=1e-30, weight_decay=0.0), 1000)
-        figures = [Bench(trainer, plan, shape).run() for shape in plan.shapes]
-        if rank == 0:
-            answers.put(figures)
-        stop_megatron()
-    except BaseException:  # reported to the parent, then raised again
-        answers.put(f"rank {rank}:\n{traceback.format_exc()}")
-        raise
+    trainer = TrainRank(rank, setup)
+    trainer._store = store
+    trainer.start(("", 0), setup.model_path)
+    # the weights stay as they are: fp32 does not see such a step
+    trainer.begin(OptimizerConfig(lr=1e-30, weight_decay=0.0), 1000)
+    figures = [Bench(trainer, plan, shape).run() for shape in plan.shapes]
+    stop_megatron()
+    return figures
 
 
 class Bench:

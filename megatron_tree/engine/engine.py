@@ -134,7 +134,7 @@ class Engine:
         self._broken = f"an update to version {update.version} was not finished"
         try:
             await self._load(update)
-        except Exception as error:  # whatever it was, the weights are half new: the engine ends
+        except Exception as error:  # vLLM may raise anything, and after any of it the weights are half new
             self._broken = f"the update to version {update.version} failed: {error}"
             raise EngineDied(self._broken) from error
         self._broken = ""

@@ -165,10 +165,8 @@ def aside(target: Path) -> Iterator[Path]:
             raise ValueError(f"{target}: exists and is not overwritten")
         partial.rename(target)
         _sync(target.parent)
-    except BaseException:  # also Ctrl-C: nothing half is left; raised again
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     finally:
+        shutil.rmtree(partial, ignore_errors=True)  # it has its name when it is whole: what is left is half
         os.close(lock)
 
 

@@ -285,7 +285,7 @@ def _named(path: SeedPath, what: str) -> Iterator[None]:
     """Code of the user's runs inside: whatever it raises gets the path's name."""
     try:
         yield
-    except Exception as error:  # the user's code may raise anything; it gets the path's name
+    except Exception as error:  # an environment or a reward is the user's code and may raise anything
         raise GrowthError(f"path {path}: {what}: {type(error).__name__}: {error}") from error
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
@@ -75,7 +74,7 @@ _ranks: list[tuple[SpawnProcess, Connection]] = []  # until `stop`
 
 
 def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
-    """Writes `out/<case>/…`. Raises with the first rank's traceback."""
+    """Writes `out/<case>/…`. Raises where a rank fails."""
     world = max(case.layout.world_size for case in cases)
     while len(_ranks) < world:
         _ranks.append(_launch(len(_ranks)))
@@ -89,21 +88,19 @@ def run(cases: list[Case], out: Path, timeout_s: float = 300) -> None:
         raise AssertionError(fault)
 
 
-def _fault(timeout_s: float, waiting: list[Connection]) -> str | None:
-    """The first rank's that has one, once all are done."""
-    deadline = time.monotonic() + timeout_s
+def _fault(timeout_s: float, pipes: list[Connection]) -> str | None:
+    """Of the first rank that ends before its cases are done; what it raised is on its stderr."""
+    deadline, waiting = time.monotonic() + timeout_s, dict(zip(pipes, range(len(pipes)), strict=True))
     while waiting:
-        ready = wait(waiting, deadline - time.monotonic())
+        ready = wait(list(waiting), deadline - time.monotonic())
         if not ready:
-            return f"{len(waiting)} ranks did not finish in {timeout_s} s"
+            return f"ranks {sorted(waiting.values())} did not finish in {timeout_s} s"
         for pipe in ready:
-            waiting.remove(pipe)
+            rank = waiting.pop(pipe)
             try:
-                fault = pipe.recv()
+                pipe.recv()
             except EOFError:
-                fault = "a rank died"
-            if fault is not None:
-                return fault
+                return f"rank {rank} failed: its traceback is on stderr"
     return None
 
 
@@ -128,14 +125,10 @@ def _rank(rank: int, pipe: Connection) -> None:
     while True:
         port, cases, out = pipe.recv()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        try:
-            for case in cases:
-                if rank < case.layout.world_size:
-                    _run_case(rank, case, dist.PrefixStore(case.name, store), out / case.name)
-        except BaseException:  # reported to the parent, then raised again
-            pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
-            raise
-        pipe.send(None)
+        for case in cases:
+            if rank < case.layout.world_size:
+                _run_case(rank, case, dist.PrefixStore(case.name, store), out / case.name)
+        pipe.send("done")
 
 
 def _run_case(rank: int, case: Case, store: dist.Store, out: Path) -> None:
