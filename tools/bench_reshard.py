@@ -52,6 +52,11 @@ def make_model(folder: Path, num_layers: int, hidden: int, vocab: int, seed: int
     ).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2").save_pretrained(folder)
+    return random_weights(folder, seed)
+
+
+def random_weights(folder: Path, seed: int) -> ModelShape:
+    """What a folder's config asks for, in fp32: norms near 1, everything else near 0."""
     shape = read_shape(folder)
     image.create(folder / "model.safetensors", shape, torch.float32)
     generator = torch.Generator().manual_seed(seed)

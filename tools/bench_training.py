@@ -20,20 +20,17 @@ import argparse
 import json
 import math
 import os
-import platform
 import signal
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent))  # its other halves are found however it is started
 from megatron_tree.config import AlgoConfig, ParallelConfig
-from megatron_tree.reshard import image
-from megatron_tree.reshard.names import ModelShape, read_shape
+from megatron_tree.reshard.names import ModelShape
 from megatron_tree.train.group import RankSetup
+from tools.bench_reshard import machine, random_weights
 from tools.bench_training_ranks import Plan, run_ranks
 from tools.bench_trees import TreeShape
 
@@ -55,12 +52,7 @@ def make_model(folder: Path, seed: int) -> ModelShape:
         tie_word_embeddings=False,
         dtype="float32",
     ).save_pretrained(folder)
-    shape = read_shape(folder)
-    image.create(folder / "model.safetensors", shape, torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    for name, tensor in image.writable(folder / "model.safetensors").items():
-        tensor.normal_(1.0 if "norm" in name else 0.0, 0.02, generator=generator)
-    return shape
+    return random_weights(folder, seed)
 
 
 def tree_shape(text: str) -> TreeShape:
@@ -109,16 +101,11 @@ def main() -> int:
         "steps": args.steps,
         "parameters": sum(map(math.prod, model.tensors().values())),
         "M,N,L": dict(zip(names, figures, strict=True)),
-        "machine": f"{os.cpu_count()} x {_cpu()}, {platform.system()} {platform.release()}",
+        "machine": machine(),
         "load_average": os.getloadavg()[0],
     }
     print(json.dumps(rounded(report)))
     return 0
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ def check(shape: ModelShape, setup: RankSetup, *, on_gpu: bool) -> None:
     if setup.fp8 is None:
         return
     if on_gpu:
-        raise ValueError(
-            "train.fp8: Transformer Engine's layers are not used yet; only emulated without a GPU"
-        )
+        raise ValueError(f"train.fp8: must be null on a GPU, for it is emulated only, got {setup.fp8.recipe}")
     tp, multiple = setup.layout.tp, setup.fp8.multiple
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     sizes = {"hidden size": shape.hidden, "ffn rows": shape.ffn // tp}

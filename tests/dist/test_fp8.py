@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from safetensors.torch import load_file
 from megatron_tree.algo.batch import PackingSpec, scoring_batch, sft_batch
 from megatron_tree.config import Fp8Config, OptimizerConfig, RecomputeConfig
 from megatron_tree.layout import ParallelLayout
+from megatron_tree.reshard.names import read_shape
+from megatron_tree.train import fp8_layers
 from megatron_tree.train.fp8 import Product, Quantiser
 from megatron_tree.train.rank import TrainRank
 from tests.dist.harness import Case, export, run
@@ -110,6 +113,25 @@ def test_delayed_scaling_goes_on_where_it_left_off(root: Path) -> None:
         torch.testing.assert_close(
             resumed[name], tensor, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "on_gpu", "message"),
+    [
+        ("mxfp8", ONE, True, "train.fp8: must be null on a GPU, for it is emulated only, got mxfp8"),
+        # 256 ffn rows over 4 ranks; qkv rows come after them
+        ("blockwise", ParallelLayout(tp=4), False, "a rank's ffn rows to be a multiple of 128, got 64"),
+        ("blockwise", TP2, False, None),
+        ("tensorwise", ParallelLayout(tp=4), False, None),
+    ],
+)
+def test_products_that_do_not_fit_are_refused(
+    root: Path, recipe: str, layout: ParallelLayout, on_gpu: bool, message: str | None
+) -> None:
+    case = Case("check", root / "model", layout, [], fp8=Fp8Config(recipe=recipe))  # type: ignore[arg-type]
+    shape = read_shape(root / "model")
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        fp8_layers.check(shape, case.setup, on_gpu=on_gpu)
 
 
 def _rounded_linear(weight: torch.Tensor, quantise: Quantiser, x: torch.Tensor) -> torch.Tensor:

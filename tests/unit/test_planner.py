@@ -20,7 +20,7 @@ from megatron_tree.config import Config, RecomputeConfig
 from megatron_tree.planner import work
 from megatron_tree.planner.activations import PackedTokens
 from megatron_tree.planner.estimate import estimate
-from megatron_tree.planner.limits import check_layout
+from megatron_tree.planner.limits import check_devices, check_layout
 from megatron_tree.planner.memory import TrainState, rank_memory
 from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.rollout.select import candidates, draw
@@ -514,3 +514,26 @@ def chain(tree: Tree, start: int, path: work.Path) -> None:
 
 def ids(count: float) -> np.ndarray:
     return np.zeros(int(count), np.int32)
+
+
+@pytest.mark.parametrize(
+    ("devices", "ways"),
+    [
+        (12, None),  # 2 x 2 ranks twice, and 4 workers
+        (11, r"engine.count=1 or train.parallel.dp=1 fits"),  # 3 beside 8 ranks, 7 beside 4 workers
+        (9, r"train.parallel.dp=1 fits"),  # 1 beside 8 ranks is no engine of 2
+        (7, r"no smaller dp or engine.count fits"),  # 3 beside 4 workers are no 4 ranks
+    ],
+)
+def test_too_few_devices_name_what_would_fit(devices: int, ways: str | None) -> None:
+    settings = config(
+        plan={"devices": devices},
+        engine={"count": 2, "tp": 2},
+        train={"parallel": {"tp": 2, "pp": 2, "dp": 2}},
+    )
+    if ways is None:
+        check_devices(settings)
+        return
+    message = rf"plan.devices: must hold 8 trainer ranks and 4 engine workers, 12, got {devices}; {ways}"
+    with pytest.raises(ValueError, match=message):
+        check_devices(settings)
