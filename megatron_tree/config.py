@@ -37,6 +37,7 @@ class RunConfig(Section):
     seed: NonNegative = 0
     deterministic: bool = False  # fp32, seeds per path: two runs give the same metrics bit for bit
     resume: bool = False  # go on from the latest checkpoint of the run folder
+    wandb_project: str | None = None  # metrics go there too; needs the package wandb and a log-in
 
 
 class ModelConfig(Section):
@@ -248,9 +249,15 @@ class EngineConfig(Section):
     image_dir: str = "/dev/shm"  # where the publish image lies; trainers and engines must share it
 
 
+class ClusterConfig(Section):
+    placement: Literal["auto", "disaggregated", "colocated", "cpu"] = "auto"
+    """disaggregated: trainer ranks and engine workers have GPUs of their own. colocated: they take turns on
+    the same ones. cpu: no GPU is used. auto: disaggregated where the cluster has GPUs, else cpu."""
+
+
 class PlanConfig(Section):
-    """The hardware that `megatron-tree plan` estimates for; nothing else reads it. Defaults: an H100-class
-    GPU in nodes of eight."""
+    """The hardware that `megatron-tree plan` estimates for, and whose memory colocated runs are checked
+    against before they start. Defaults: an H100-class GPU in nodes of eight."""
 
     device: Literal["gpu", "cpu"] = "gpu"  # cpu: memory is not checked, the KV cache is engine.kv_cache_gib
     devices: Positive | None = None  # GPUs of the cluster; null: as many as ranks and engine workers need
@@ -276,6 +283,7 @@ class Config(Section):
     sft: SftConfig | None = None
     eval: EvalConfig = EvalConfig()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
@@ -306,6 +314,11 @@ class Config(Section):
             raise ValueError(
                 "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one "
                 "version older than the weights that they train, got null"
+            )
+        if self.rollout.async_depth and self.cluster.placement == "colocated":
+            raise ValueError(
+                "rollout.async_depth: must be 0 with cluster.placement colocated, where engines sleep while "
+                f"the trainer works, got {self.rollout.async_depth}"
             )
         if self.run.deterministic and (self.model.dtype, self.engine.dtype) != ("fp32", "fp32"):
             raise ValueError(

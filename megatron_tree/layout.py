@@ -59,6 +59,10 @@ class ParallelLayout:
     def ranks(self) -> range:
         return range(self.world_size)
 
+    def tensor_groups(self) -> list[range]:
+        """The ranks of each tensor-parallel group, in rank order."""
+        return [range(first, first + self.tp) for first in range(0, self.world_size, self.tp)]
+
     def is_first_replica(self, rank: int) -> bool:
         """True for dp 0, cp 0: every other rank holds the same weights as one of these."""
         at = self.coordinates(rank)

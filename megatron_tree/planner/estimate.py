@@ -19,7 +19,7 @@ from megatron_tree.reshard import plan
 from megatron_tree.reshard.names import ModelShape
 
 ASSUMPTIONS = (
-    "trainer ranks and engines have devices of their own; phases follow one another",
+    "phases follow one another; colocated engines fall asleep and wake in no time",
     "paths use all turns and plan.fill of the caps on prompt, turns, observations",
     "prefix caches hold all a tree computed before, and nothing of other trees",
     "not counted: tools, pipeline sends, optimizer arithmetic, evaluation, cut trees",

@@ -6,11 +6,13 @@ Not here: what a rank holds (`memory`).
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_tree.config import Config, ParallelConfig
 from megatron_tree.layout import ParallelLayout
+from megatron_tree.placement import Node, place
 from megatron_tree.planner.activations import BYTES
 from megatron_tree.planner.memory import RankMemory, TrainState, rank_memory
 from megatron_tree.planner.work import expected_path
@@ -55,44 +57,61 @@ def check_layout(config: Config, shape: ModelShape) -> None:
 
 
 def check_devices(config: Config) -> None:
-    """Every trainer rank and engine worker has a device of its own."""
-    engine, ranks, there = config.engine, config.train.parallel.layout.world_size, config.plan.devices
-    workers = engine.count * engine.tp
-    if there is None or ranks + workers <= there:
+    """Every trainer rank and engine worker has its place on `plan.devices` GPUs in nodes of eight."""
+    if config.plan.devices is None or config.plan.device == "cpu":
         return
-    ways = []
-    if there - ranks >= engine.tp:
-        ways.append(f"engine.count={(there - ranks) // engine.tp}")
-    if there - workers >= ranks // config.train.parallel.dp:
-        dp = (there - workers) // (ranks // config.train.parallel.dp)
-        ways.append(f"train.parallel.dp={dp}")
-    raise ValueError(
-        f"plan.devices: must hold {ranks} trainer ranks and {workers} engine workers, {ranks + workers}, got "
-        f"{there}; " + (f"{' or '.join(ways)} fits" if ways else "no smaller dp or engine.count fits")
-    )
+    full, rest = divmod(config.plan.devices, NODE_RANKS)
+    sizes = [NODE_RANKS] * full + [rest] * bool(rest)
+    nodes = [Node(str(index), str(index), size) for index, size in enumerate(sizes)]
+    place(config, nodes, named="plan.devices")
 
 
 def check_memory(config: Config, shape: ModelShape, state: TrainState) -> None:
-    """Every rank fits its device, or the ways out are named."""
-    parallel, hardware = config.train.parallel, config.plan
-    room = hardware.memory_gib - hardware.reserve_gib
+    """Every rank fits its device, and beside an engine that shares it, or the ways out are named."""
+    parallel = config.train.parallel
     found = [rank_memory(shape, parallel, stage, state) for stage in range(parallel.pp)]
     fullest = max(range(parallel.pp), key=lambda stage: found[stage].total)
-    memory = found[fullest]
-    if memory.total <= room * GIB:
-        return
-    parts = ("weights", "gradients", "optimizer", "reference", "activations", "logits")
-    listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
-    raise ValueError(
-        f"train.parallel: a rank of stage {fullest} must fit plan.memory_gib {hardware.memory_gib:g} less "
-        f"plan.reserve_gib {hardware.reserve_gib:g}, got {memory.total / GIB:.1f} GiB ({listed}); "
-        f"{_ways_out(config, shape, state, found)}" + _switches(config, shape, state)
-    )
+    memory, (room, less) = found[fullest], _room(config)
+    if memory.total > room * GIB:
+        parts = ("weights", "gradients", "optimizer", "reference", "activations", "logits")
+        listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
+        raise ValueError(
+            f"train.parallel: a rank of stage {fullest} must fit plan.memory_gib "
+            f"{config.plan.memory_gib:g} less {less}, got {memory.total / GIB:.1f} GiB ({listed}); "
+            f"{_ways_out(config, shape, state, found)}" + _switches(config, shape, state)
+        )
+    if _colocated(config):
+        _check_engine_beside(config, max(memory.weights for memory in found))
+
+
+def _colocated(config: Config) -> bool:
+    return config.cluster.placement == "colocated"
+
+
+def _room(config: Config) -> tuple[float, str]:
+    """GiB of a device for a rank that trains, and in words what the rest is for: an engine that sleeps beside
+    it keeps its driver context and workspaces."""
+    reserves, words = (2, "twice plan.reserve_gib") if _colocated(config) else (1, "plan.reserve_gib")
+    return config.plan.memory_gib - reserves * config.plan.reserve_gib, f"{words} {config.plan.reserve_gib:g}"
+
+
+def _check_engine_beside(config: Config, weight_bytes: int) -> None:
+    """While engines generate, a rank has nothing on the device but its weights and `plan.reserve_gib`."""
+    hardware, engine = config.plan, config.engine
+    kept = weight_bytes / GIB + hardware.reserve_gib
+    most = math.floor((1 - kept / hardware.memory_gib) * 100) / 100
+    if engine.gpu_memory_utilization > most:
+        raise ValueError(
+            f"engine.gpu_memory_utilization: must leave {kept:.1f} GiB of plan.memory_gib "
+            f"{hardware.memory_gib:g} to the trainer's rank on the same device (weights and plan.reserve_gib "
+            f"{hardware.reserve_gib:g}), got {engine.gpu_memory_utilization:g}; the largest that fits is "
+            f"{most:.2f}"
+        )
 
 
 def _ways_out(config: Config, shape: ModelShape, state: TrainState, found: Sequence[RankMemory]) -> str:
     """The smallest layout that fits, and how short micro-batches would have to be for this one."""
-    parallel, room = config.train.parallel, config.plan.memory_gib - config.plan.reserve_gib
+    parallel, room = config.train.parallel, _room(config)[0]
     ways = []
     fits = _smallest_that_fits(shape, parallel, state, room)
     if fits is not None:

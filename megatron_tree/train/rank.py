@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,9 +36,11 @@ from megatron_tree.types import MicroBatch, Update
 
 
 class TrainRank:
-    def __init__(self, rank: int, setup: RankSetup) -> None:
+    def __init__(self, rank: int, setup: RankSetup, host: str = "127.0.0.1") -> None:
+        """`host`: the address under which the other ranks reach this one's node."""
         self.rank = rank
         self.setup = setup
+        self.host = host
         self.layout = setup.layout
         self._phase = "created"
         self._store: dist.Store | None = None
@@ -57,16 +58,15 @@ class TrainRank:
 
     def bind(self) -> tuple[str, int]:
         """Rank 0 opens the group's store on a free port and says where."""
-        host = "127.0.0.1" if on_cpu.use_cpu() else socket.gethostbyname(socket.gethostname())
         self._store = dist.TCPStore(
-            host,
+            self.host,
             0,
             world_size=self.layout.world_size,
             is_master=True,
             wait_for_workers=False,
             timeout=self._timeout,
         )
-        return host, self._store.port
+        return self.host, self._store.port
 
     def start(self, address: tuple[str, int], weights: str) -> None:
         """Joins the process group, builds this rank's stage and loads its slices of a Hugging Face folder."""

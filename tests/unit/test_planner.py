@@ -4,6 +4,7 @@ time and traffic by hand; what it refuses; what it prints. Memory is in test_pla
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -356,6 +357,14 @@ REFUSED = {
         {"train": {"parallel": {"tp": 8, "pp": 1}, "micro_batch_tokens": 4608}},
         "train.parallel: a rank of stage 0 must fit plan.memory_gib 180 less plan.reserve_gib 4, got ",
     ),
+    "memory beside an engine that sleeps": (
+        LLAMA_70B,
+        {
+            "train": {"parallel": {"tp": 8, "pp": 1}, "micro_batch_tokens": 4608},
+            "cluster": {"placement": "colocated"},
+        },
+        "must fit plan.memory_gib 180 less twice plan.reserve_gib 4, got ",
+    ),
     "engine": (
         SMOLLM2,
         {"train": {"parallel": {}}, "engine": {"tp": 2}},
@@ -520,9 +529,14 @@ def ids(count: float) -> np.ndarray:
     ("devices", "ways"),
     [
         (12, None),  # 2 x 2 ranks twice, and 4 workers
-        (11, r"engine.count=1 or train.parallel.dp=1 fits"),  # 3 beside 8 ranks, 7 beside 4 workers
-        (9, r"train.parallel.dp=1 fits"),  # 1 beside 8 ranks is no engine of 2
-        (7, r"no smaller dp or engine.count fits"),  # 3 beside 4 workers are no 4 ranks
+        # 3 beside 8 ranks, 7 beside 4 workers, or workers on the GPUs of ranks
+        (
+            11,
+            "engine.count=1 or train.parallel.dp=1 or cluster.placement=colocated, where memory allows, fits",
+        ),
+        # 1 beside 8 ranks is no engine of 2
+        (9, "train.parallel.dp=1 or cluster.placement=colocated, where memory allows, fits"),
+        (7, "no smaller dp or engine.count fits"),  # 3 beside 4 workers are no 4 ranks
     ],
 )
 def test_too_few_devices_name_what_would_fit(devices: int, ways: str | None) -> None:
@@ -534,6 +548,28 @@ def test_too_few_devices_name_what_would_fit(devices: int, ways: str | None) -> 
     if ways is None:
         check_devices(settings)
         return
-    message = rf"plan.devices: must hold 8 trainer ranks and 4 engine workers, 12, got {devices}; {ways}"
-    with pytest.raises(ValueError, match=message):
+    message = f"plan.devices: must hold 8 trainer ranks and 4 engine workers, 12, got {devices}; {ways}"
+    with pytest.raises(ValueError, match=re.escape(message)):
         check_devices(settings)
+
+
+def test_nothing_is_counted_on_a_cpu() -> None:
+    check_devices(config(plan={"device": "cpu", "devices": 1}, train={"parallel": {"tp": 2}}))
+
+
+def test_an_engine_must_fit_beside_the_weights_of_a_rank(tmp_path: Path) -> None:
+    """A rank of the last of 8 stages, tp 8: 10 layers of (150,994,944 + 704,643,072) / 8 + 16,384 parameters,
+    a head of 128,256 x 8,192 / 8 and a norm of 8,192: 1,201,053,696, in bf16 2.24 GiB. With 4 GiB of reserve
+    they leave 1 - 6.24 / 180 = 0.965 of the device."""
+    shape = shape_of(tmp_path, LLAMA_70B)
+
+    def beside(utilization: float) -> Config:
+        return config(
+            cluster={"placement": "colocated"},
+            engine={"gpu_memory_utilization": utilization},
+            train={"parallel": {"tp": 8, "pp": 8}, "micro_batch_tokens": 4608},
+        )
+
+    estimate(beside(0.96), shape)
+    with pytest.raises(ValueError, match=r"must leave 6\.2 GiB .*got 0\.97; the largest that fits is 0\.96$"):
+        estimate(beside(0.97), shape)
