@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron_tree.layout import ParallelLayout
 
+QUANTIZED_IMPORTANCE_CAP = 2.0  # of truncated importance sampling, where engines round what trainers do not
+
 
 class ConfigError(ValueError):
     """A wrong config: one line naming the field, the rule and the value got."""
@@ -90,9 +92,8 @@ class AlgoConfig(Section):
     clip_high: Annotated[float, Field(gt=0)] = 0.2
     clip_dual: Annotated[float, Field(gt=1)] | None = 3.0
     kl_coef: Annotated[float, Field(ge=0)] = 0.001  # beta of the K3 estimator; 0 needs no reference model
-    importance_cap: Annotated[float, Field(gt=0)] | None = (
-        None  # of the engine/trainer ratio; null: no correction
-    )
+    importance_cap: Annotated[float, Field(gt=0)] | None = None
+    """Of the trainer/engine ratio; null: none. Left out, it is 2 where engine.quantization is set."""
 
     @model_validator(mode="after")
     def _some_advantage(self) -> Self:
@@ -236,6 +237,9 @@ class EngineConfig(Section):
     count: Positive = 1
     tp: Positive = 1
     dtype: Literal["fp32", "bf16"] = "bf16"
+    quantization: Literal["fp8"] | None = None
+    """Of the linear layers' weights and inputs, by the engine itself from weights published in `dtype`: FP8
+    (E4M3) with a scale per output channel and per token."""
     max_model_len: Positive = 6144  # tokens of prompt and path
     max_num_seqs: Positive = 64  # sequences that decode together
     block_size: Positive = 32  # tokens; granularity of the prefix cache (a multiple of 32 on a CPU)
@@ -247,6 +251,12 @@ class EngineConfig(Section):
     update_timeout_s: Seconds = 300.0
     max_restarts: NonNegative = 3  # of one engine, in a run
     image_dir: str = "/dev/shm"  # where the publish image lies; trainers and engines must share it
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        if self.quantization is not None and self.dtype != "bf16":
+            raise ValueError(f"dtype: must be bf16 where quantization is set (vLLM's rule), got {self.dtype}")
+        return self
 
 
 class ClusterConfig(Section):
@@ -285,6 +295,16 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()
     plan: PlanConfig = PlanConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _correct_quantized_engines(cls, sections: dict[str, Any]) -> dict[str, Any]:
+        """The one default that another section decides. An explicit null stays: no correction."""
+        engine, algo = sections.get("engine"), sections.get("algo", {})
+        quantized = isinstance(engine, dict) and engine.get("quantization") is not None
+        if quantized and isinstance(algo, dict):
+            return {**sections, "algo": {"importance_cap": QUANTIZED_IMPORTANCE_CAP, **algo}}
+        return sections
 
     @model_validator(mode="after")
     def _together(self) -> Self:

@@ -47,7 +47,7 @@ def phase_costs(
     waiting = (layout.pp - 1) / (num_microbatches * layout.vpp)  # over the busy time of a stage
     tensor, context = _tensor_parallel_bytes(config, shape, packed), _context_bytes(config, shape, packed)
     gradients = _gradient_bytes(config, shape)
-    published = engine.weight_bytes + max(
+    published = engine.update_bytes + max(
         _written_bytes(shape, layout, pp, config.engine.dtype) for pp in range(layout.pp)
     )
     near = layout.tp * layout.cp <= NODE_RANKS

@@ -18,7 +18,7 @@ from megatron_tree.planner.memory import RankMemory, TrainState, rank_memory
 from megatron_tree.planner.work import expected_path
 from megatron_tree.reshard import plan
 from megatron_tree.reshard.cuts import check_engine
-from megatron_tree.reshard.names import ModelShape, check_model
+from megatron_tree.reshard.names import EMBEDDING, HEAD, ModelShape, check_model
 
 GIB = 1 << 30
 NODE_RANKS = 8  # tensor parallelism wider than a node is possible, but never proposed
@@ -28,8 +28,9 @@ NODE_RANKS = 8  # tensor parallelism wider than a node is possible, but never pr
 class EnginePlan:
     """Bytes and tokens of one engine."""
 
-    weight_bytes: int  # of the worker that holds most
-    read_bytes: int  # by all workers, for each version
+    weight_bytes: int  # of the worker that holds most, as it serves them
+    update_bytes: int  # of a version, by the worker that reads most
+    read_bytes: int  # the same by all workers
     kv_bytes: int  # cache of one worker
     kv_bytes_per_token: int  # of one worker
     kv_tokens: int
@@ -170,7 +171,8 @@ def engine_plan(config: Config, shape: ModelShape) -> EnginePlan:
     reads = [plan.num_elements(plan.engine_reads(shape, engine.tp, w)) * element for w in range(engine.tp)]
     tokens, length = _kv_tokens(config, shape, engine.tp), expected_path(config).length
     return EnginePlan(
-        weight_bytes=max(reads),
+        weight_bytes=_weight_bytes(config, shape, engine.tp),
+        update_bytes=max(reads),
         read_bytes=sum(reads),
         kv_bytes=_kv_bytes(config, shape, engine.tp),
         kv_bytes_per_token=_kv_bytes_per_token(config, shape, engine.tp),
@@ -184,9 +186,22 @@ def _kv_bytes(config: Config, shape: ModelShape, tp: int) -> int:
     """What vLLM has for keys and values on one worker; below 0 where the weights alone do not fit."""
     if config.plan.device == "cpu":
         return int(config.engine.kv_cache_gib * GIB)
-    weights = max(plan.num_elements(plan.engine_reads(shape, tp, worker)) for worker in range(tp))
     room = config.plan.memory_gib * config.engine.gpu_memory_utilization - config.plan.reserve_gib
-    return int(room * GIB) - weights * BYTES[config.engine.dtype]
+    return int(room * GIB) - _weight_bytes(config, shape, tp)
+
+
+def _weight_bytes(config: Config, shape: ModelShape, tp: int) -> int:
+    """Of the worker that holds most. In FP8 the layers' matrices take a byte an element and an fp32 scale for
+    each row; embedding, head and vectors stay as they are published."""
+    element, stays = BYTES[config.engine.dtype], {*EMBEDDING.tensors, *HEAD.tensors}
+
+    def held(region: plan.Region) -> int:
+        size, rounded = math.prod(region.extent), len(region.extent) == 2 and region.tensor not in stays
+        if config.engine.quantization is not None and rounded:
+            return size + 4 * region.extent[0]
+        return element * size
+
+    return max(sum(map(held, plan.engine_reads(shape, tp, worker))) for worker in range(tp))
 
 
 def _kv_bytes_per_token(config: Config, shape: ModelShape, tp: int) -> int:

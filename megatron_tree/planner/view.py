@@ -53,7 +53,8 @@ def _head(console: Console, config: Config, shape: ModelShape, found: Estimate) 
         f"trainer  TP {layout.tp} x PP {layout.pp}{vpp}{cp} x DP {layout.dp} = {layout.world_size} ranks, "
         f"{config.model.dtype}\n"
         f"         {', '.join(_how(config))}\n"
-        f"engines  {engine.count} x TP {engine.tp} = {engine.count * engine.tp} workers, {engine.dtype}\n"
+        f"engines  {engine.count} x TP {engine.tp} = {engine.count * engine.tp} workers, {engine.dtype}"
+        f"{', layers in ' + engine.quantization if engine.quantization else ''}\n"
         f"image    {_bytes(found.image_bytes)}, two slots in {engine.image_dir}\n"
     )
 

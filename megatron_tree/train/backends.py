@@ -48,6 +48,8 @@ def node(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask) -> Tensor:
 
 def flex(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask) -> Tensor:
     q, k, v = (_heads_first(t) for t in (query, key, value))
+    for tensor in (q, k, v):  # of the sizes only lengths may be symbols: Triton's kernel has heads by number
+        torch._dynamo.mark_static(tensor, (0, 1, 3))
     return _compiled_flex()(q, k, v, block_mask=mask.blocks, enable_gqa=True)[0].transpose(0, 1)
 
 

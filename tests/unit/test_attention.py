@@ -5,6 +5,8 @@ Forward and gradients in double precision where a kernel takes it, so that equal
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -204,6 +206,27 @@ def test_compiled_flex_equals_node():
     with torch.no_grad():
         got, expected = (attend(query, key, value, mask) for attend in (backends.flex, backends.node))
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+
+def test_flex_is_compiled_for_lengths_but_not_for_heads(monkeypatch: pytest.MonkeyPatch):
+    """A new length needs no new kernel. Triton's takes the number of heads and their size as constants."""
+    queries = []
+
+    def capture(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        inputs = (node for node in graph.graph.nodes if node.op == "placeholder")
+        queries.append(next(x.meta["example_value"].shape for x in inputs if "q" in x.name))
+        return graph.forward
+
+    compiled = torch.compile(flex_attention, backend=capture, dynamic=True)
+    monkeypatch.setattr(backends, "_compiled_flex", lambda: compiled)
+    for repeats in (50, 90, 130):
+        end = pack([-1, 0, 1, 0], [repeats, 2 * repeats, 3 * repeats, 4 * repeats], 0)
+        query, key, value = (t.detach() for t in inputs(len(end), (4, 2), torch.float32))
+        backends.flex(query, key, value, TreeMask.of(end, "cpu"))
+    assert len(queries) <= 2  # the first length may look like another size
+    for batch, heads, length, dim in queries:
+        assert [type(size) for size in (batch, heads, length, dim)] == [int, int, torch.SymInt, int]
+        assert (batch, heads, dim) == (1, 4, 8)
 
 
 def test_metadata_by_hand():

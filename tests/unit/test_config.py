@@ -115,10 +115,35 @@ CONTRADICTIONS = {
         "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one version "
         "older than the weights that they train, got null"
     ),
+    "{engine.quantization=fp8,engine.dtype=fp32}": (
+        "engine: dtype: must be bf16 where quantization is set (vLLM's rule), got fp32"
+    ),
+    "{engine.quantization=fp8,algo.importance_cap=null,rollout.async_depth=1}": (
+        "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one version "
+        "older than the weights that they train, got null"
+    ),
     "eval.every=1": NO_ROWS,
     "eval.at_start=true": NO_ROWS,
     "eval.at_end=true": NO_ROWS,
 }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cap"),
+    [
+        ((), None),
+        (("engine.quantization=fp8",), 2.0),
+        (("engine.quantization=fp8", "algo.kl_coef=0"), 2.0),
+        (("engine.quantization=fp8", "algo.importance_cap=5.0"), 5.0),
+        (("engine.quantization=fp8", "algo.importance_cap=null"), None),  # off, deliberately
+        (("engine.quantization=null", "algo.importance_cap=3.0"), 3.0),
+    ],
+)
+def test_quantized_engines_are_corrected_for_unless_told_otherwise(write, overrides: tuple[str, ...], cap):
+    config = load(write(MINIMAL), overrides)
+    assert config.algo.importance_cap == cap
+    again = Config.model_validate(config.model_dump())  # as a run folder's config.yaml is read
+    assert again == config
 
 
 @pytest.mark.parametrize(("overrides", "message"), (ONE_FAULT | CONTRADICTIONS).items())

@@ -245,6 +245,21 @@ def test_70b_estimate(tmp_path: Path) -> None:
     assert seconds[found.bottleneck] == max(seconds.values())
 
 
+def test_engines_in_fp8_by_hand(tmp_path: Path) -> None:
+    """A worker of four: of the 80 layers' matrices (2 * 8192^2 + 2 * 1024 * 8192 + 3 * 28672 * 8192 elements
+    each) a quarter at a byte; an fp32 scale for 2048 + 512 + 14336 rows of its own and 2 * 8192 whole ones;
+    a quarter of embedding and head and all 161 norms in bf16. Published are bf16 weights."""
+    shape = shape_of(tmp_path, LLAMA_70B)
+    served, rounded = (
+        estimate(config(engine={"tp": 4, "quantization": kind}), shape).engine for kind in (None, "fp8")
+    )
+    matrices = (2 * 8192**2 + 2 * 1024 * 8192 + 3 * 28672 * 8192) * 80 // 4
+    scales, rest = 4 * 80 * (2048 + 512 + 14336 + 2 * 8192), 2 * (2 * 128256 * 8192 // 4 + 161 * 8192)
+    assert rounded.weight_bytes == matrices + scales + rest
+    assert served.weight_bytes == served.update_bytes == rounded.update_bytes == 2 * matrices + rest
+    assert rounded.kv_bytes - served.kv_bytes == served.weight_bytes - rounded.weight_bytes
+
+
 def test_the_bottleneck_follows_the_hardware(tmp_path: Path) -> None:
     shape = shape_of(tmp_path, LLAMA_70B)
     assert estimate(config(), shape).bottleneck == "decode"
