@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import median
@@ -34,6 +34,7 @@ from tools.bench_reshard_engine import Figures
 from tools.bench_trees import TreeShape, copied_batch, grow, trained_tokens
 
 if TYPE_CHECKING:
+    from megatron_tree.train.backends import Attend
     from megatron_tree.train.rank import TrainRank
     from megatron_tree.train.tree_mask import TreeMask
 
@@ -79,7 +80,7 @@ class Bench:
         self._spec = PackingSpec(1, plan.micro_batch_tokens, 1, trainer.shape.hidden)
         vocab, generator = trainer.shape.vocab, np.random.default_rng(1)
         self._groups = [grow(shape, vocab, generator, f"prompt{i}") for i in range(plan.prompts)]
-        self._score(self._groups)
+        score(trainer, self._groups, self._spec)
         (packed,), metrics = step_batch(self._groups, ALGO, self._spec)
         self._token_ratio = metrics["packing/copied_over_unique"].value
         copied = copied_batch(self._groups, ALGO, self._spec)[0]
@@ -118,49 +119,20 @@ class Bench:
             "cpu_seconds": {form: sorted(found) for form, found in busy.items()},
         }
 
-    def _score(self, groups: Sequence[Group]) -> None:
-        """Old log-probs by the trainer, as in an iteration; reference ones a little off."""
-        trees = [tree for group in groups for tree in group.trees]
-        (batch,), spans = scoring_batch(trees, self._spec)
-        told = [self._trainer.score(batch, "actor")]
-        dist.broadcast_object_list(told, src=self._trainer.layout.output_ranks()[0])
-        assert told[0] is not None
-        generator = np.random.default_rng(2)
-        noisy = [scored + generator.normal(0, 0.1, len(scored)) for scored in told[0]]
-        scatter(spans, [told[0]], "old_logprobs")
-        scatter(spans, [noisy], "ref_logprobs")
-
     def _step(self, form: str) -> None:
         with self._attention(form):
             self._trainer.train(self._batches[form], "policy")
 
     def _gradients(self, form: str) -> list[Tensor]:
-        with self._attention(form), self._trainer._in("bench"):
-            self._trainer.accumulate(self._batches[form], "policy")
-        return [p.main_grad.clone() for chunk in self._trainer.actor for p in chunk.parameters()]
+        with self._attention(form):
+            return gradients(self._trainer, self._batches[form])
 
-    @contextmanager
-    def _attention(self, form: str) -> Iterator[None]:
-        """Every layer's back end is `dense_attention` inside, where that form asks for it."""
-        from megatron_tree.train.attention import TreeAttention
-
-        modules = [
-            m for chunk in self._trainer.actor for m in chunk.modules() if isinstance(m, TreeAttention)
-        ]
-        kept = [module.attend for module in modules]
-        if form == "dense":
-            for module in modules:
-                module.attend = dense_attention
-        yield
-        for module, attend in zip(modules, kept, strict=True):
-            module.attend = attend
+    def _attention(self, form: str) -> AbstractContextManager[None]:
+        return attending(self._trainer, dense_attention) if form == "dense" else nullcontext()
 
     def _difference(self, expected: list[Tensor], got: list[Tensor]) -> float:
-        """The largest difference of any parameter's gradient relative to its norm, over all ranks."""
-        worst = max(
-            float((a - b).norm() / a.norm()) for a, b in zip(expected, got, strict=True) if a.norm() > 0
-        )
-        told = torch.tensor(worst)
+        """The largest of any parameter's gradient, over all ranks."""
+        told = torch.tensor(max(differences(expected, got)))
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         return float(told)
 
@@ -213,6 +185,45 @@ class Bench:
                 print(f"{form}, rank 0:\n{table}", file=sys.stderr)
 
 
+def score(trainer: TrainRank, groups: Sequence[Group], spec: PackingSpec) -> None:
+    """Old log-probs by the trainer, as in an iteration; reference ones a little off."""
+    trees = [tree for group in groups for tree in group.trees]
+    (batch,), spans = scoring_batch(trees, spec)
+    told = [trainer.score(batch, "actor")]
+    dist.broadcast_object_list(told, src=trainer.layout.output_ranks()[0])
+    assert told[0] is not None
+    generator = np.random.default_rng(2)
+    noisy = [scored + generator.normal(0, 0.1, len(scored)) for scored in told[0]]
+    scatter(spans, [told[0]], "old_logprobs")
+    scatter(spans, [noisy], "ref_logprobs")
+
+
+@contextmanager
+def attending(trainer: TrainRank, attend: Attend) -> Iterator[None]:
+    """Inside, every layer of the actor attends by `attend`."""
+    from megatron_tree.train.attention import TreeAttention
+
+    layers = [m for chunk in trainer.actor for m in chunk.modules() if isinstance(m, TreeAttention)]
+    kept = [layer.attend for layer in layers]
+    for layer in layers:
+        layer.attend = attend
+    yield
+    for layer, before in zip(layers, kept, strict=True):
+        layer.attend = before
+
+
+def gradients(trainer: TrainRank, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """A rank's own of one step, not applied, in the order of its parameters."""
+    with trainer._in("bench"):
+        trainer.accumulate(batches, "policy")
+    return [p.main_grad.clone() for chunk in trainer.actor for p in chunk.parameters()]
+
+
+def differences(expected: Sequence[Tensor], got: Sequence[Tensor]) -> list[float]:
+    """Of each parameter's gradient, relative to its norm."""
+    return [float((a - b).norm() / a.norm()) for a, b in zip(expected, got, strict=True) if a.norm() > 0]
+
+
 def matmul_flops(shape: ModelShape, batches: Sequence[MicroBatch]) -> float:
     """Of one step's forward and backward products over what is packed, recomputed scores left out."""
     tokens = sum(batch.num_tokens for batch in batches)
@@ -226,13 +237,13 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: TreeMask) -
     """The baseline: torch's fused attention under one S x S mask, made once per micro-batch. It is additive,
     since torch would turn a boolean one into that in every call."""
     q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-    bias = _bias(mask.subtree_end.tobytes())
+    bias = _bias(mask.subtree_end.tobytes(), query.device, query.dtype)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)[0].transpose(0, 1)
 
 
 @lru_cache(maxsize=16)
-def _bias(subtree_end: bytes) -> Tensor:
-    end = torch.from_numpy(np.frombuffer(subtree_end, dtype=np.int64).copy())
-    index = torch.arange(len(end))
+def _bias(subtree_end: bytes, device: torch.device, dtype: torch.dtype) -> Tensor:
+    end = torch.from_numpy(np.frombuffer(subtree_end, dtype=np.int64).copy()).to(device)
+    index = torch.arange(len(end), device=device)
     visible = (index <= index[:, None]) & (index[:, None] < end)
-    return torch.zeros(visible.shape).masked_fill(~visible, float("-inf"))
+    return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill(~visible, float("-inf"))

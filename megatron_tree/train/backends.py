@@ -191,4 +191,5 @@ def _heads_first(tensor: Tensor) -> Tensor:
 def _compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=True)
+    # fullgraph: too many kernels are an error, not a fall back to S x S scores
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -217,7 +217,7 @@ def test_flex_is_compiled_for_lengths_but_not_for_heads(monkeypatch: pytest.Monk
         queries.append(next(x.meta["example_value"].shape for x in inputs if "q" in x.name))
         return graph.forward
 
-    compiled = torch.compile(flex_attention, backend=capture, dynamic=True)
+    compiled = torch.compile(flex_attention, backend=capture, dynamic=True, fullgraph=True)
     monkeypatch.setattr(backends, "_compiled_flex", lambda: compiled)
     for repeats in (50, 90, 130):
         end = pack([-1, 0, 1, 0], [repeats, 2 * repeats, 3 * repeats, 4 * repeats], 0)
