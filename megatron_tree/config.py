@@ -250,10 +250,18 @@ class EngineConfig(Section):
     request_timeout_s: Seconds = 600.0
     update_timeout_s: Seconds = 300.0
     max_restarts: NonNegative = 3  # of one engine, in a run
+    transport: Literal["auto", "shm", "stream", "ipc"] = "auto"
+    """How a version comes to the engines. shm: through an image in `image_dir`, on one host. stream: trainers
+    send it to engines anywhere, by NCCL or on a CPU by gloo. auto: shm where all share `image_dir`."""
     image_dir: str = "/dev/shm"  # where the publish image lies; trainers and engines must share it
 
     @model_validator(mode="after")
     def _served(self) -> Self:
+        if self.transport == "ipc":
+            raise ValueError(
+                "transport: must be auto, shm or stream; CUDA IPC needs a GPU to be built and tried on, and "
+                "shm serves trainers and engines of one host, got ipc"
+            )
         if self.quantization is not None and self.dtype != "bf16":
             raise ValueError(f"dtype: must be bf16 where quantization is set (vLLM's rule), got {self.dtype}")
         return self
@@ -339,6 +347,11 @@ class Config(Section):
             raise ValueError(
                 "rollout.async_depth: must be 0 with cluster.placement colocated, where engines sleep while "
                 f"the trainer works, got {self.rollout.async_depth}"
+            )
+        if self.engine.transport == "stream" and self.cluster.placement == "colocated":
+            raise ValueError(
+                "engine.transport: must be auto or shm with cluster.placement colocated, since NCCL does not "
+                "join two processes on one GPU, got stream"
             )
         if self.run.deterministic and (self.model.dtype, self.engine.dtype) != ("fp32", "fp32"):
             raise ValueError(

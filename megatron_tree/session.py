@@ -33,7 +33,7 @@ from megatron_tree.rollout.tokens import Tokens
 from megatron_tree.runfolder import RunFolder
 from megatron_tree.stopping import Stopping, StopRequested, cancel
 from megatron_tree.train.group import Objective, RankSetup, StepResult, TrainerFailed, TrainerGroup
-from megatron_tree.types import Group, Row, RunFailed, StepBatch, Tree
+from megatron_tree.types import Group, Row, RunFailed, StepBatch, Tree, Update
 
 PUBLISH_TRIES = 2  # a flipped byte is written again, a wrong plan is refused again
 SCORED_AT_ONCE = 4  # micro-batches per stage of a rank's pipeline: fewer would leave it mostly empty
@@ -106,6 +106,8 @@ class Session:
             transport = cluster.trainer_transport(self._rank_setup())
             self.trainer = TrainerGroup(self.layout, self.config.train, transport)
             later(self._stop_trainer)
+            if self.rolls_out and self.config.engine.transport == "stream":
+                self.pool.feed = self.trainer
         self.log = enter(contextlib.closing(RunLog(self.folder.path)))
         for split, count in self.skipped_prompts.items():
             if count:
@@ -172,7 +174,6 @@ class Session:
     async def publish(self) -> None:
         """The actor's weights, as a new version, into every engine. Trees that grow ahead end first, for a
         tree holds one version; a stop drops them."""
-        engine = self.config.engine
         with self.progress.phase("grow"):
             try:
                 await self.stopping.unless(self.trees.idle())
@@ -181,11 +182,12 @@ class Session:
         with self.progress.phase("publish"):
             await self._pool_start
             for attempt in range(PUBLISH_TRIES):
-                update = await self.trainer.write_image(
-                    engine.image_dir, self.folder.run_id, self.version + 1, engine.dtype
-                )
+                update = await self._offer(self.version + 1)
                 try:
                     await self.pool.update(update)
+                except TrainerFailed:  # while they sent: an engine may have it, and no other may be called so
+                    self.version = update.version
+                    raise
                 except ValueError as refusal:  # before the commit: the old version goes on serving
                     await self.trainer.refused(update, str(refusal))
                     if attempt + 1 == PUBLISH_TRIES:
@@ -194,6 +196,13 @@ class Session:
                 else:
                     self.version = update.version
                     return
+
+    async def _offer(self, version: int) -> Update:
+        """Puts a version where the engines can have it: in shared memory, or ready to be sent."""
+        engine = self.config.engine
+        if engine.transport == "stream":
+            return await self.trainer.keep(version, engine.dtype, engine.tp, engine.update_timeout_s)
+        return await self.trainer.write_image(engine.image_dir, self.folder.run_id, version, engine.dtype)
 
     async def save(self, *, wait: bool = False) -> None:
         """Begins a checkpoint, which becomes the latest once it is whole: see `settle`."""

@@ -183,9 +183,32 @@ class GenerateResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """Tensors of one pipeline stage that follow one another in the model's layer order."""
+
+    stage: int
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How a version comes to engines that share no memory with the trainers: `reshard.wire`."""
+
+    address: tuple[str, int]  # of the trainers' store, where both ends of a wire meet
+    dtype: Literal["float32", "bfloat16"]
+    bucket_bytes: int
+    num_workers: int  # of an engine
+    timeout_s: float  # of anything on a wire
+    segments: tuple[Segment, ...]  # the whole model in layer order
+    wire: str = ""  # name of this engine's; the pool gives every engine process one of its own
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """One published version of the weights, as engines are told of it."""
 
-    image: str  # safetensors file with Hugging Face names, on a file system that trainers and engines share
+    image: str  # safetensors file with Hugging Face names, in memory that trainers and engines share
     version: int
-    names: tuple[str, ...]  # every tensor of the plan; the image must hold these and no other
+    names: tuple[str, ...]  # every tensor of the plan; image or stream must hold these and no other
+    stream: Stream | None = None  # instead of the image: the trainers send the version

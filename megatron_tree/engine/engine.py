@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_tree.config import EngineConfig
-from megatron_tree.engine import on_cpu
+from megatron_tree.engine import on_cpu, on_gpu
 from megatron_tree.engine.handle import Aborted, EngineDied
 from megatron_tree.reshard import digest
 from megatron_tree.reshard.image import Maps
@@ -57,6 +57,7 @@ class Engine:
         self._shape = read_shape(model)
         self._maps = Maps(writable=False)
         self._version = 0
+        self._wire: tuple[object, ...] = ()  # to the trainers, where they send the weights
         self._broken = ""  # why the weights are neither the old nor the new version's
 
     async def start(self, update: Update | None = None) -> EngineInfo:
@@ -84,7 +85,8 @@ class Engine:
             raise ValueError(
                 f"entry point vllm.general_plugins: {BACKEND} is not registered; reinstall megatron-tree"
             )
-        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
+        if self._config.transport != "stream":  # else there is nothing to meet yet
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         if update is not None:
             await self.check(update)
             await self.update(update)
@@ -119,12 +121,14 @@ class Engine:
         return np.array([at[token].logprob for at, token in scored], np.float32)
 
     async def check(self, update: Update) -> None:
-        """ValueError when the image is not this model, whole, as its owners wrote it. Changes nothing."""
-        from megatron_tree.reshard.receive import check_image
+        """ValueError when what is offered is not this model, whole; an image also where it is not as its
+        owners wrote it. Changes nothing."""
+        from megatron_tree.reshard import receive
 
-        check_image(update, self._shape)
-        path = Path(update.image)
-        await asyncio.to_thread(digest.verify, path, update.version, self._shape, self._maps)
+        receive.check(update, self._shape)
+        if update.stream is None:
+            path = Path(update.image)
+            await asyncio.to_thread(digest.verify, path, update.version, self._shape, self._maps)
 
     async def update(self, update: Update) -> int:
         """Loads a version that `check` let pass, in place, and drops the prefix cache.
@@ -145,14 +149,34 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._connect(update)
         await self._llm.start_weight_update()
-        info = {"image": update.image, "version": update.version, "names": list(update.names)}
-        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        for info in _update_infos(update):
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(update.version))
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError("vLLM kept its prefix cache, which holds keys and values of the old weights")
         self._version = update.version
         await self._llm.resume_generation()
+
+    async def _connect(self, update: Update) -> None:
+        """Meets the trainers, if they are to send and are not those of the last update."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        stream = update.stream
+        if stream is None or (wire := (*stream.address, stream.wire)) == self._wire:
+            return
+        info = {
+            "host": stream.address[0],
+            "port": stream.address[1],
+            "wire": stream.wire,
+            "num_stages": 1 + max(segment.stage for segment in stream.segments),
+            "num_workers": stream.num_workers,
+            "bucket_bytes": stream.bucket_bytes,
+            "timeout_s": stream.timeout_s,
+        }
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        self._wire = wire
 
     def info(self) -> EngineInfo:
         import psutil
@@ -201,6 +225,7 @@ def _arguments(model: str, config: EngineConfig, shape: ModelShape) -> AsyncEngi
     import torch
 
     if torch.cuda.is_available():
+        on_gpu.check(config)
         by_device: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
     else:
         os.environ.update(on_cpu.environment(config))
@@ -209,7 +234,7 @@ def _arguments(model: str, config: EngineConfig, shape: ModelShape) -> AsyncEngi
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from megatron_tree.reshard.receive import BACKEND
+    from megatron_tree.reshard.receive import BACKEND, STREAM_BACKEND
 
     return AsyncEngineArgs(
         model=model,
@@ -221,11 +246,29 @@ def _arguments(model: str, config: EngineConfig, shape: ModelShape) -> AsyncEngi
         block_size=config.block_size,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution the token was drawn from
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+        weight_transfer_config=WeightTransferConfig(
+            backend=STREAM_BACKEND if config.transport == "stream" else BACKEND
+        ),
         use_tqdm_on_load=False,
         disable_log_stats=True,
         **by_device,
     )
+
+
+def _update_infos(update: Update) -> list[dict[str, Any]]:
+    """What vLLM's workers are told, call by call."""
+    names, stream = list(update.names), update.stream
+    if stream is None:
+        return [{"image": update.image, "version": update.version, "names": names}]
+    return [
+        {
+            "stage": segment.stage,
+            "names": list(segment.names),
+            "dtype_names": [stream.dtype] * len(segment.names),
+            "shapes": [list(size) for size in segment.shapes],
+        }
+        for segment in stream.segments
+    ]
 
 
 def _sampling(request: GenerateRequest) -> SamplingParams:

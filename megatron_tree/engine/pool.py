@@ -7,6 +7,10 @@ Invariants (tests/unit/test_pool.py, under the same words):
 3. An engine takes no request before it has loaded the current version.
 4. A refused update changes nothing; an accepted one reaches every engine, by a restart if need be.
 
+A version lies in an image that every engine reads by itself, or the trainers send it (`feed`). They can send
+the one that they published last at any time, between two of their steps; if they failed themselves, an engine
+that needs it takes no request until the next update.
+
 Not here: what an engine is (`handle`), processes and Ray (`cluster`). The pool belongs to one event loop.
 """
 
@@ -14,14 +18,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine.handle import Aborted, EngineDied, EngineHandle
 from megatron_tree.metrics import Mean, Metrics, Sum
-from megatron_tree.types import GenerateRequest, GenerateResult, Update
+from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Update
 
 Result = TypeVar("Result")
 MAX_ABORTS = 16  # of one request; an engine aborts when the weights change, which is rarer than this
@@ -39,6 +43,21 @@ class Counters:
     sampled_tokens: int = 0
 
 
+class Feed(Protocol):
+    """The trainers, where they send what they publish."""
+
+    def keeps(self, version: int) -> bool:
+        """Whether this version can be sent."""
+        ...
+
+    async def send(
+        self, update: Update, wires: Sequence[str], receive: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Sends to the engines at the other ends, which load in `receive`: it is called once the trainers
+        begin. RunFailed: the trainers failed, or what `receive` raised."""
+        ...
+
+
 @dataclass(slots=True)
 class _Slot:
     """One place of the pool. Its engine changes with every restart."""
@@ -50,12 +69,18 @@ class _Slot:
     num_routes: int = 0
     num_restarts: int = 0
     version: int | None = None  # None: the model folder's weights
+    behind: bool = False  # the engine is well, but nobody could send it the current version
     progressed: float = 0.0  # when the engine last answered anything
     lost: Exception | None = None  # why it is not restarted any more
 
     @property
     def ready(self) -> bool:
-        return self.starting is None and self.lost is None
+        return self.starting is None and self.lost is None and not self.behind
+
+    @property
+    def wire(self) -> str:
+        """A name of its own for every engine that this place has had."""
+        return f"{self.index}.{self.num_restarts}"
 
 
 @dataclass(slots=True)
@@ -64,11 +89,13 @@ class EnginePool:
 
     config: EngineConfig
     spawn: Callable[[int], EngineHandle]
+    feed: Feed | None = None
     _slots: list[_Slot] = field(default_factory=list)
     _routes: dict[str, _Slot] = field(default_factory=dict)
     _current: Update | None = None
     _counters: Counters = field(default_factory=Counters)
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self, update: Update | None = None) -> None:
         """Starts all engines at once, on a published version if given. A start that fails counts as a
@@ -85,6 +112,7 @@ class EnginePool:
             if slot.starting is not None:
                 slot.starting.cancel()
             slot.lost = slot.lost or EngineDied("the pool was stopped")
+        self._changed.set()
         await asyncio.gather(*(slot.handle.kill() for slot in self._slots))
 
     async def __call__(self, request: GenerateRequest) -> GenerateResult:
@@ -127,8 +155,9 @@ class EnginePool:
             self._routes.clear()  # the caches they follow are dropped
             for slot in self._slots:
                 slot.num_routes = 0
-            await asyncio.gather(*(self._moved(slot, update) for slot in self._live()))
-            await self._settled()
+            while late := [slot for slot in self._live() if slot.version != update.version]:
+                await self._move([slot for slot in late if slot.starting is None], update)
+                await self._settled()
 
     def metrics(self) -> Metrics:
         """Counts since the last call."""
@@ -145,7 +174,8 @@ class EnginePool:
         return [slot for slot in self._slots if slot.lost is None]
 
     async def _route(self, route: str) -> _Slot:
-        """The slot that holds the route's prefix, else the least loaded; waits only when all are starting."""
+        """The slot that holds the route's prefix, else the least loaded; waits while none is
+        ready."""
         while True:
             slot = self._routes.get(route)
             if slot is not None and slot.ready:
@@ -156,10 +186,10 @@ class EnginePool:
                 slot.num_routes += 1
                 self._routes[route] = slot
                 return slot
-            starting = [slot.starting for slot in self._live() if slot.starting is not None]
-            if not starting:
+            if not self._live():
                 raise EngineDied(f"no engine is left: {self._slots[-1].lost}")
-            await asyncio.wait(starting, return_when=asyncio.FIRST_COMPLETED)
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _while_progress(self, slot: _Slot, call: Awaitable[Result]) -> Result:
         """Awaits a request; EngineDied after the time-out.
@@ -184,7 +214,7 @@ class EnginePool:
 
     def _replace(self, slot: _Slot, handle: EngineHandle, error: Exception) -> None:
         """Starts the replacement of a failed engine, unless another request that it failed already did."""
-        if slot.handle is not handle or not slot.ready:
+        if slot.handle is not handle or slot.starting is not None or slot.lost is not None:
             return
         self._routes = {route: at for route, at in self._routes.items() if at is not slot}
         slot.num_routes = 0
@@ -204,21 +234,29 @@ class EnginePool:
                     slot.num_restarts += 1
                     self._counters.restarts += 1
                     slot.handle = self.spawn(slot.index)
-                update = self._current
                 try:
-                    await _within(
-                        self.config.start_timeout_s, "engine.start_timeout_s", slot.handle.start(update)
-                    )
-                except EngineDied as error:
+                    await self._start(slot, self._current)
+                except RunFailed as error:  # the engine, or the trainers while they sent
                     failed = error
                 else:
-                    slot.version = None if update is None else update.version
                     return
         except ValueError as error:
             slot.lost = error
             await slot.handle.kill()
         finally:
             slot.starting = None
+            self._changed.set()
+
+    async def _start(self, slot: _Slot, update: Update | None) -> None:
+        slot.version, slot.behind = None, False
+        start = slot.handle.start(None if self.feed is not None else update)
+        await _within(self.config.start_timeout_s, "engine.start_timeout_s", start)
+        if update is None or self.feed is None:
+            slot.version = None if update is None else update.version
+        elif self.feed.keeps(update.version):
+            await self.feed.send(update, [slot.wire], lambda: self._load(slot, update))
+        else:
+            slot.behind = True
 
     async def _settled(self) -> None:
         """Waits until no engine is starting. Raises the ValueError of one that refused to start, and
@@ -242,17 +280,37 @@ class EnginePool:
             if slot.starting is not None:
                 await slot.starting
 
+    async def _move(self, slots: list[_Slot], update: Update) -> None:
+        """Moves running engines to a version and begins to replace those that fail. RunFailed: the trainers
+        failed while they sent it, and every engine that does not have all of it is replaced."""
+        handles = [slot.handle for slot in slots]
+
+        async def receive() -> None:
+            await asyncio.gather(*(self._moved(slot, update) for slot in slots))
+
+        if self.feed is None or not slots:
+            return await receive()
+        try:
+            await self.feed.send(update, [slot.wire for slot in slots], receive)
+        except RunFailed as failure:
+            for slot, handle in zip(slots, handles, strict=True):
+                if slot.version != update.version:
+                    self._replace(slot, handle, failure)
+            raise
+
     async def _moved(self, slot: _Slot, update: Update) -> None:
-        if slot.starting is not None:
-            await slot.starting
-        if slot.lost is not None or slot.version == update.version:
-            return
         handle = slot.handle
         try:
-            await _within(self.config.update_timeout_s, "engine.update_timeout_s", handle.update(update))
-            slot.version = update.version
+            await self._load(slot, update)
         except (EngineDied, ValueError) as error:
             self._replace(slot, handle, error)
+
+    async def _load(self, slot: _Slot, update: Update) -> None:
+        if update.stream is not None:
+            update = replace(update, stream=replace(update.stream, wire=slot.wire))
+        await _within(self.config.update_timeout_s, "engine.update_timeout_s", slot.handle.update(update))
+        slot.version, slot.behind = update.version, False
+        self._changed.set()
 
     def _count(self, request: GenerateRequest, result: GenerateResult) -> None:
         self._counters.requests += 1

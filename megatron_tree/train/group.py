@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -89,6 +89,8 @@ class TrainerGroup:
     def __init__(self, layout: ParallelLayout, config: TrainConfig, transport: Transport) -> None:
         self._layout, self._config, self._transport = layout, config, transport
         self._ranks: list[RankHandle] = []
+        self._kept: int | None = None  # the version that can be sent
+        self._turn = asyncio.Lock()
 
     async def start(self, weights: str) -> None:
         """Starts every rank and loads the Hugging Face folder `weights`."""
@@ -98,7 +100,7 @@ class TrainerGroup:
         await self._all("start", address, weights, timeout=timeout)
 
     async def kill(self) -> None:
-        ranks, self._ranks = self._ranks, []
+        ranks, self._ranks, self._kept = self._ranks, [], None
         await asyncio.gather(*(rank.kill() for rank in ranks))
 
     async def stop(self) -> None:
@@ -131,6 +133,28 @@ class TrainerGroup:
         update: Update = created[0]
         await self._all("write_version", update)
         return update
+
+    async def keep(self, version: int, dtype: str, num_workers: int, timeout_s: float) -> Update:
+        """Keeps a version to be sent to engines of `num_workers`; the one before can be sent no more."""
+        async with self._turn:
+            self._kept = None
+            offered = await self._call("keep_version", version, dtype, num_workers, timeout_s)
+            self._kept = version
+            return offered[0]
+
+    def keeps(self, version: int) -> bool:
+        """Whether it can be sent: by these ranks, and not after they failed."""
+        return self._kept == version
+
+    async def send(
+        self, update: Update, wires: Sequence[str], receive: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Sends a version to the engines at the other ends, which load it in `receive`, between two other
+        calls of the group."""
+        async with self._turn:
+            if not self.keeps(update.version):
+                raise TrainerFailed(f"version {update.version} is not kept any more")
+            await asyncio.gather(self._call("send_version", update, wires), receive())
 
     async def refused(self, update: Update, reason: str) -> None:
         """Tells every rank why a version was not taken."""
@@ -167,6 +191,13 @@ class TrainerGroup:
     async def _all(
         self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout: float | None = None
     ) -> list[Any]:
+        """One call of the group after another, in the order in which they were made."""
+        async with self._turn:
+            return await self._call(method, *args, ranks=ranks, timeout=timeout)
+
+    async def _call(
+        self, method: str, *args: Any, ranks: Sequence[int] | None = None, timeout: float | None = None
+    ) -> list[Any]:
         """Results in rank order. ValueError from a rank and a full disk are the user's and pass; anything
         else is TrainerFailed."""
         numbers = list(self._layout.ranks()) if ranks is None else list(ranks)
@@ -179,6 +210,7 @@ class TrainerGroup:
         failed = next((call for call in done if call.exception() is not None), None)
         if failed is None and not waiting:
             return [call.result() for call in calls]
+        self._kept = None
         for call in waiting:
             call.cancel()
         if failed is None:

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_tree.algo.loss import LossInputs, nll_loss, policy_loss
@@ -29,10 +30,14 @@ from megatron_tree.reshard import digest, image, plan
 from megatron_tree.reshard.names import check_model, read_shape
 from megatron_tree.reshard.plan import SliceCopy
 from megatron_tree.reshard.publish import Slots
+from megatron_tree.reshard.source import BUCKET_BYTES, SliceSource, segments
+from megatron_tree.reshard.wire import Sender
 from megatron_tree.train import adamw, checkpoint, fp8_layers, on_cpu, step
 from megatron_tree.train.group import Objective, RankSetup, StepResult
 from megatron_tree.train.model import DTYPES, TreeGPTModel, build
-from megatron_tree.types import MicroBatch, Update
+from megatron_tree.types import MicroBatch, Stream, Update
+
+WIRE_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class TrainRank:
@@ -45,6 +50,7 @@ class TrainRank:
         self._phase = "created"
         self._store: dist.Store | None = None
         self._slots: Slots | None = None
+        self._source: SliceSource | None = None
         self._maps = image.Maps(writable=True)
         self._saver = checkpoint.Saver()
         self.reference: list[TreeGPTModel] | None = None
@@ -71,8 +77,8 @@ class TrainRank:
     def start(self, address: tuple[str, int], weights: str) -> None:
         """Joins the process group, builds this rank's stage and loads its slices of a Hugging Face folder."""
         with self._in("start"):
-            store = self._store or dist.TCPStore(*address, is_master=False, timeout=self._timeout)
-            start_megatron(self.rank, self.layout, store, self._timeout, self.setup.num_threads)
+            self._store = self._store or dist.TCPStore(*address, is_master=False, timeout=self._timeout)
+            start_megatron(self.rank, self.layout, self._store, self._timeout, self.setup.num_threads)
             self.shape = read_shape(self.setup.model_path)
             check_model(self.shape, self.layout)
             fp8_layers.check(self.shape, self.setup, on_gpu=not on_cpu.use_cpu())
@@ -152,9 +158,34 @@ class TrainRank:
             ]
             digest.save(path, update.version, self.rank, written)
 
+    def keep_version(
+        self, version: int, dtype: Literal["fp32", "bf16"], num_workers: int, timeout_s: float
+    ) -> Update | None:
+        """Copies this rank's own slices aside, to be sent as often as asked until the next version is kept.
+        Rank 0 says what there is for engines of `num_workers`."""
+        with self._in("keep_version"), torch.no_grad():
+            if self._source is None:
+                self._source = self._open_source(dtype)
+                self._sender = Sender(self._store, self.layout.coordinates(self.rank).pp)
+            owned = plan.owned(self.shape, self.layout, self.rank)
+            self._source.keep(version, by_chunk(self.actor, owned))
+            if self.rank != 0:
+                return None
+            address, there = (self.host, self._store.port), segments(self.shape, self.layout)
+            stream = Stream(address, WIRE_DTYPES[dtype], BUCKET_BYTES, num_workers, timeout_s, there)
+            return Update("", version, tuple(self.shape.tensors()), stream)
+
+    def send_version(self, update: Update, wires: Sequence[str]) -> None:
+        """Sends this rank's share of the kept version to the engines at the other ends of these wires."""
+        with self._in("send_version"), torch.no_grad():
+            assert self._source is not None, "keep_version comes first"
+            assert update.stream is not None, "an image is not sent"
+            assert self._source.version == update.version, "the group keeps another version"
+            self._sender.send(self._source, update.stream, wires)
+
     def refused(self, update: Update, reason: str) -> None:
         """The engines refused a version: it can be loaded no more, and this rank says why in its log."""
-        if self.rank == 0:
+        if self.rank == 0 and update.stream is None:
             digest.forget(Path(update.image))
         logging.getLogger(__name__).warning("version %d refused: %s", update.version, reason)
 
@@ -211,6 +242,11 @@ class TrainRank:
             assert names == set(planned), "the plan names other parameters"
         return chunks
 
+    def _open_source(self, dtype: Literal["fp32", "bf16"]) -> SliceSource:
+        device = "cpu" if on_cpu.use_cpu() else f"cuda:{torch.cuda.current_device()}"
+        group = parallel_state.get_tensor_model_parallel_group()
+        return SliceSource(self.shape, self.layout, self.rank, DTYPES[dtype], group, device)
+
     def _load(self, chunks: Sequence[TreeGPTModel], folder: str) -> None:
         weights = image.Folder(folder)
         weights.check(self.shape)
@@ -260,7 +296,7 @@ def start_megatron(
 ) -> None:
     """Process group and Megatron's parallel state. Seeds are fixed: training itself draws no random
     number."""
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import tensor_parallel
 
     cpu = on_cpu.use_cpu()
     dist.init_process_group(
@@ -282,7 +318,5 @@ def start_megatron(
 
 
 def stop_megatron() -> None:
-    from megatron.core import parallel_state
-
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

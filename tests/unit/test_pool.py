@@ -5,7 +5,7 @@ alone, as a real engine's is (tests/e2e/test_pool.py does the same with vLLM).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron_tree.config import EngineConfig
 from megatron_tree.engine.handle import Aborted, EngineDied
 from megatron_tree.engine.pool import EnginePool
 from megatron_tree.metrics import values
-from megatron_tree.types import GenerateRequest, GenerateResult, Update
+from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Stream, Update
 
 
 @dataclass
@@ -31,6 +31,7 @@ class FakeEngine:
     started: bool = False
     killed: asyncio.Event = field(default_factory=asyncio.Event)
     served: list[str] = field(default_factory=list)
+    wires: list[str] = field(default_factory=list)
 
     async def _fault(self, method: str) -> None:
         await asyncio.sleep(0)
@@ -60,6 +61,8 @@ class FakeEngine:
         await self._fault("check")
 
     async def update(self, update: Update) -> int:
+        if update.stream is not None:
+            self.wires.append(update.stream.wire)
         await self._fault("update")
         self.version = update.version
         return update.version
@@ -271,5 +274,84 @@ def test_stop_ends_waiting_requests() -> None:
         with pytest.raises(EngineDied, match="the pool was stopped"):
             await waiting
         assert factory.made[0].killed.is_set()
+
+    run(story())
+
+
+@dataclass
+class FakeFeed:
+    """Trainers that send what they keep. `faults`: what the n-th send does instead."""
+
+    kept: int
+    faults: list[str] = field(default_factory=list)
+    sent: list[tuple[int, list[str]]] = field(default_factory=list)
+
+    def keeps(self, version: int) -> bool:
+        return self.kept == version
+
+    async def send(
+        self, update: Update, wires: Sequence[str], receive: Callable[[], Awaitable[object]]
+    ) -> None:
+        async def give() -> None:
+            self.sent.append((update.version, list(wires)))
+            await asyncio.sleep(0)
+            if self.faults and self.faults.pop(0) == "die":
+                self.kept = 0
+                raise RunFailed("the trainers died")
+
+        await asyncio.gather(give(), receive())
+
+
+def stream(version: int) -> Update:
+    sender = Stream(("host", 1), "float32", 1, 1, 1.0, ())
+    return Update("", version, ("a",), sender)
+
+
+def test_trainers_send_to_all_engines_and_again_to_a_replacement() -> None:
+    async def story() -> None:
+        factory = Factory({"generate": ["", "die"]}, {"update": ["", "die"]})
+        pool = pool_of(factory, 2)
+        pool.feed = feed = FakeFeed(kept=1)
+        await pool.start()
+        assert feed.sent == []  # the model folder's weights are there
+        await pool.update(stream(1))
+        assert feed.sent.pop() == (1, ["0.0", "1.0"])
+        await asyncio.gather(*(pool(request(i, "tree")) for i in range(4)))
+        await pool._settled()
+        assert feed.sent.pop() == (1, ["0.1"])  # the version is sent again, under a name of its own
+        assert factory.made[2].wires == ["0.1"]
+        feed.kept = 2
+        await pool.update(stream(2))
+        assert feed.sent == [(2, ["0.1", "1.0"]), (2, ["1.1"])]
+        assert [engine.version for engine in factory.made] == [1, 1, 2, 2]
+        results = await asyncio.gather(*(pool(request(i, f"tree {i}")) for i in range(4)))
+        assert {result.policy_version for result in results} == {2}
+
+    run(story())
+
+
+def test_engines_that_nobody_can_send_to_wait_for_the_next_update() -> None:
+    """The trainers die while they send: one engine had not got all of it. Its replacement takes no request
+    until other trainers publish, and neither would be sent anything of an old version meanwhile."""
+
+    async def story() -> None:
+        factory = Factory({"update": ["", "hang"]})
+        pool = pool_of(factory, 1, update_timeout_s=60.0)
+        pool.feed = feed = FakeFeed(kept=1, faults=["", "die"])
+        await pool.start()
+        await pool.update(stream(1))
+        feed.kept = 2
+        with pytest.raises(RunFailed, match="the trainers died"):
+            await pool.update(stream(2))
+        waiting = asyncio.create_task(pool(request(1)))
+        await asyncio.sleep(0.05)
+        assert [engine.killed.is_set() for engine in factory.made] == [True, False]
+        assert factory.made[1].started
+        assert factory.made[1].served == []
+        feed.kept = 3
+        await pool.update(stream(3))
+        assert (await waiting).policy_version == 3
+        assert [version for version, _ in feed.sent] == [1, 2, 3]
+        assert values(pool.metrics())["engine/restarts"] == 1
 
     run(story())
