@@ -299,6 +299,8 @@ def start_megatron(
     from megatron.core import tensor_parallel
 
     cpu = on_cpu.use_cpu()
+    if not cpu:  # a rank sees its own GPU or, started without Ray, all of its host's
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "gloo" if cpu else "nccl", store=store, rank=rank, world_size=layout.world_size, timeout=timeout
     )
