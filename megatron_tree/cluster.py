@@ -1,31 +1,45 @@
-"""Processes: the only file that imports ray. Starts a local Ray (or joins a cluster) and makes actors of the
-engines.
+"""Processes: the only file that imports ray. Starts a local Ray (or joins a cluster), reserves the GPUs of a
+placement, and makes actors of trainer ranks and engines on their nodes.
 
-Not here: what the actors do (`engine`), when they are restarted (`engine.pool`).
+The run holds its GPUs as placement groups, pinned to the planned nodes. Its actors take none from Ray: each
+is told by CUDA_VISIBLE_DEVICES which are its own, so that a rank and an engine may share one. Not here: what
+goes where (`placement`), what the actors do (`engine`, `train.rank`), when they are restarted (`engine.pool`,
+`session`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
+import socket
 import threading
+import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine.engine import Engine, EngineInfo
 from megatron_tree.engine.handle import EngineDied
 from megatron_tree.engine.pool import EnginePool
+from megatron_tree.layout import ParallelLayout
+from megatron_tree.placement import Node, Placement, Spot, moved
+from megatron_tree.reshard.publish import PREFIX
 from megatron_tree.train.group import RankDied, RankSetup, Transport
-from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, Update
+from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, RunFailed, Update
+
+RESERVE_TIMEOUT_S = 60.0  # GPUs that are not free by then belong to somebody else
+ANSWER_TIMEOUT_S = 2.0  # of a node, to a connection
+LOST = (RayActorError, ActorUnschedulableError)  # a process, or the node it was to start on
 
 
 @contextmanager
@@ -44,7 +58,11 @@ def running_ray(address: str | None = None) -> Iterator[None]:
     local = {} if address else {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, 1)}
     # ray.init puts a handler of its own on SIGTERM, which aborts the process: nothing would be saved
     before = signal.getsignal(signal.SIGTERM)
-    ray.init(address=address or "local", logging_level=logging.ERROR, **local)
+    try:
+        ray.init(address=address or "local", logging_level=logging.ERROR, **local)
+    except Exception as error:  # Ray raises the bare class where a node is too slow to start
+        where = f"RAY_ADDRESS: no cluster answers at {address}" if address else "Ray does not start here"
+        raise RunFailed(f"{where}: {' '.join(str(error).split())}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
     try:
@@ -53,19 +71,160 @@ def running_ray(address: str | None = None) -> Iterator[None]:
         ray.shutdown()
 
 
+def nodes() -> list[Node]:
+    """Those that answer, the driver's first."""
+    here = ray.get_runtime_context().get_node_id()
+    found = [node for node in ray.nodes() if _answers(node)]
+    found.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
+    return [_node(node) for node in found]
+
+
+def _node(node: dict[str, Any]) -> Node:
+    return Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Ray itself notices a lost node only after many seconds."""
+    if not node["Alive"]:
+        return False
+    try:
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        socket.create_connection(address, timeout=ANSWER_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+class Places:
+    """Where the actors of a run start: holds the GPUs of a placement, and moves what a lost node held when it
+    is to start again."""
+
+    def __init__(self, placement: Placement, layout: ParallelLayout) -> None:
+        self._placement, self._layout = placement, layout
+        self._gpu_ids: dict[tuple[Node, int], str] = {}  # of a node's GPU as placed: the driver's number
+        self._lock = threading.Lock()  # engines ask from threads
+        self._reserve()
+
+    @property
+    def colocated(self) -> bool:
+        return self._placement.mode == "colocated"
+
+    def blind(self, folder: str) -> list[str]:
+        """Hosts whose processes do not see what those of rank 0 write into this folder: found out by a file,
+        since nodes may share a host and containers of one host no memory."""
+        spots = (*self._placement.ranks, *self._placement.engines)
+        nodes = list(dict.fromkeys(spot.node for spot in spots))
+        if len(nodes) == 1:
+            return []
+        nonce = Path(folder) / f"{PREFIX}{uuid.uuid4().hex}.nonce"
+
+        def on(node: Node, act: Callable[[], bool | None]) -> Any:
+            there = NodeAffinitySchedulingStrategy(node.name, soft=False)
+            return ray.remote(act).options(num_cpus=0, scheduling_strategy=there).remote()
+
+        try:
+            ray.get(on(nodes[0], lambda: nonce.touch()))
+            seen = ray.get([on(node, lambda: nonce.exists()) for node in nodes])
+            ray.get(on(nodes[0], lambda: nonce.unlink()))
+        except RayTaskError as error:
+            raise ValueError(f"engine.image_dir: {nodes[0].host}: {error.cause}") from None
+        return [node.host for node, there in zip(nodes, seen, strict=True) if not there]
+
+    def rank(self, rank: int) -> Spot:
+        return self._living(lambda: self._placement.ranks[rank], f"trainer rank {rank}", self._layout.tp)
+
+    def engine(self, index: int) -> Spot:
+        width = len(self._placement.engines[index].gpus)
+        return self._living(lambda: self._placement.engines[index], f"engine {index}", width)
+
+    def address(self, spot: Spot) -> str:
+        """Under which all processes of the run reach a process there."""
+        return "127.0.0.1" if len(self._placement.hosts) == 1 else spot.node.host
+
+    def options(self, spot: Spot) -> dict[str, Any]:
+        """Ray's, of an actor there."""
+        visible = ",".join(self._gpu_ids[spot.node, gpu] for gpu in spot.gpus)
+        # where no node has a GPU there is none to hide
+        environment = {"env_vars": {"CUDA_VISIBLE_DEVICES": visible}} if spot.node.num_gpus else {}
+        return {
+            # engines and trainer ranks take turns on the same cores, so Ray must not count them apart
+            "num_cpus": 0,
+            "num_gpus": 0,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(spot.node.name, soft=False),
+            "runtime_env": environment,
+        }
+
+    def fate(self, spot: Spot, error: Exception) -> str:
+        """What became of a process there that is gone."""
+        if not _is_there(spot.node):
+            return f"its node {spot.node.host} is lost"
+        return f"its process on {spot.node.host} died: {str(error).splitlines()[0]}"
+
+    def _living(self, find: Callable[[], Spot], what: str, width: int) -> Spot:
+        with self._lock:
+            lost = find().node
+            if _is_there(lost):
+                return find()
+            alive = nodes()
+            self._placement = moved(self._placement, alive, self._layout)
+            if find().node not in alive:
+                gpus = f"has {width} GPUs free" if width else "is there"
+                raise RunFailed(f"cluster: node {lost.host} is lost, and no other {gpus} for {what}")
+            self._reserve()
+            return find()
+
+    def _reserve(self) -> None:
+        """Takes the GPUs that are placed and not held yet, all or none, and learns their numbers."""
+        spots = (*self._placement.ranks, *self._placement.engines)
+        placed = {(spot.node, gpu) for spot in spots for gpu in spot.gpus} - self._gpu_ids.keys()
+        wanted: dict[Node, list[int]] = {}
+        for node, gpu in sorted(placed, key=lambda at: (at[0].name, at[1])):
+            wanted.setdefault(node, []).append(gpu)
+        if not wanted:
+            return
+        group = placement_group(
+            [{"GPU": len(gpus)} for gpus in wanted.values()],
+            bundle_label_selector=[{"ray.io/node-id": node.name} for node in wanted],
+        )
+        if not group.wait(RESERVE_TIMEOUT_S):
+            remove_placement_group(group)
+            listed = " and ".join(f"{len(gpus)} on {node.host}" for node, gpus in wanted.items())
+            raise RunFailed(
+                f"cluster: something else holds GPUs of the placement, {listed}: not free in "
+                f"{RESERVE_TIMEOUT_S:g} s"
+            )
+        found = []
+        for bundle, gpus in enumerate(wanted.values()):
+            inside = PlacementGroupSchedulingStrategy(group, bundle)
+            # a lambda travels by value: the worker need not import this package
+            ask = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
+            found.append(ask.options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=inside).remote())
+        for (node, gpus), ids in zip(wanted.items(), ray.get(found), strict=True):
+            self._gpu_ids |= {(node, gpu): str(number) for gpu, number in zip(gpus, ids, strict=True)}
+
+
+def _is_there(node: Node) -> bool:
+    return any(one["NodeID"] == node.name and _answers(one) for one in ray.nodes())
+
+
 class RayEngine:
     """An `EngineHandle` over an actor; time-outs are the pool's. Child processes of vLLM end with it."""
 
-    def __init__(self, model: str, config: EngineConfig, index: int) -> None:
-        gpus = config.tp if torch.cuda.is_available() else 0
-        actor = ray.remote(Engine)
-        # Zero CPUs: engines and trainer ranks take turns on the same cores, so Ray must not count them apart.
-        options = actor.options(num_cpus=0, num_gpus=gpus, max_concurrency=4096, max_restarts=0)
-        self._actor = options.remote(model, config)
+    def __init__(self, model: str, config: EngineConfig, index: int, places: Places) -> None:
+        self._model, self._config, self._places = model, config, places
+        self._actor: Any = None  # until `start`
         self.index = index
         self.info: EngineInfo | None = None
 
     async def start(self, update: Update | None) -> None:
+        try:
+            self._spot = await asyncio.to_thread(self._places.engine, self.index)
+        except RunFailed as failure:
+            raise EngineDied(str(failure)) from failure
+        options = self._places.options(self._spot)
+        actor = ray.remote(Engine).options(max_concurrency=4096, **options)
+        self._actor = actor.remote(self._model, self._config, self._places.colocated)
         self.info = await self._call("start", update)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -80,24 +239,31 @@ class RayEngine:
     async def update(self, update: Update) -> int:
         return await self._call("update", update)
 
+    async def sleep(self, level: int) -> None:
+        await self._call("sleep", level)
+
+    async def wake(self, part: str) -> None:
+        await self._call("wake", part)
+
     async def kill(self) -> None:
         """Removes shared memory that a killed vLLM leaves, too, if it ran on this host."""
-        ray.kill(self._actor)
+        if self._actor is not None:
+            ray.kill(self._actor)
         for segment in self.info.segments if self.info else ():
             Path(segment).unlink(missing_ok=True)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             return await getattr(self._actor, method).remote(*arguments)
-        except RayActorError as error:
-            raise EngineDied(f"engine {self.index}: its actor died: {str(error).splitlines()[0]}") from error
+        except LOST as error:
+            raise EngineDied(f"engine {self.index}: {self._places.fate(self._spot, error)}") from error
         except RayTaskError as error:
             raise error.cause from None  # the engine's own exception, without Ray's traceback text
 
 
-def engine_pool(model: str, config: EngineConfig) -> EnginePool:
+def engine_pool(model: str, config: EngineConfig, places: Places) -> EnginePool:
     """The configured number of engines of a model folder, not started."""
-    return EnginePool(config, lambda index: RayEngine(model, config, index))
+    return EnginePool(config, lambda index: RayEngine(model, config, index, places))
 
 
 class _RankActor:
@@ -105,11 +271,11 @@ class _RankActor:
     own, so that a hanging rank can still say where it is. Megatron is imported here and not in the driver.
     """
 
-    def __init__(self, rank: int, setup: RankSetup) -> None:
+    def __init__(self, rank: int, setup: RankSetup, address: str) -> None:
         warnings.filterwarnings("ignore", module=r"megatron|torch\.distributed")
         from megatron_tree.train.rank import TrainRank
 
-        self._rank = TrainRank(rank, setup)
+        self._rank = TrainRank(rank, setup, address)
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._rank, method)(*args)
@@ -122,18 +288,20 @@ class _RankActor:
 class RayRank:
     """A `RankHandle` over an actor."""
 
-    def __init__(self, rank: int, setup: RankSetup) -> None:
+    def __init__(self, rank: int, setup: RankSetup, places: Places) -> None:
+        self._places, self._spot = places, places.rank(rank)
         actor = ray.remote(concurrency_groups={"status": 1})(_RankActor)
-        gpus = 1 if torch.cuda.is_available() else 0
-        self._actor = actor.options(num_cpus=0, num_gpus=gpus, max_restarts=0).remote(rank, setup)
+        self._actor = actor.options(**places.options(self._spot)).remote(
+            rank, setup, places.address(self._spot)
+        )
 
     async def call(self, method: str, *args: Any) -> Any:
         try:
             if method == "phase":
                 return await self._actor.phase.remote()
             return await self._actor.call.remote(method, *args)
-        except RayActorError as error:
-            raise RankDied(str(error).splitlines()[0]) from error
+        except LOST as error:
+            raise RankDied(self._places.fate(self._spot, error)) from error
         except RayTaskError as error:
             raise error.cause from None
 
@@ -141,6 +309,6 @@ class RayRank:
         ray.kill(self._actor)
 
 
-def trainer_transport(setup: RankSetup) -> Transport:
+def trainer_transport(setup: RankSetup, places: Places) -> Transport:
     """How a trainer group reaches its ranks: one `ray.put` for each share of the data."""
-    return Transport(spawn=lambda rank: RayRank(rank, setup), put=ray.put)
+    return Transport(spawn=lambda rank: RayRank(rank, setup, places), put=ray.put)

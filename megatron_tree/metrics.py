@@ -1,5 +1,5 @@
-"""Metrics that carry their reduction, phase timers, and the sinks of a run folder (TensorBoard and
-`metrics.jsonl`).
+"""Metrics that carry their reduction, phase timers, and the sinks of a run: TensorBoard and `metrics.jsonl`
+in its folder, Weights & Biases if asked for.
 
 A name is `section/what`, as TensorBoard groups it. Not here: what is computed (see `loop`, `algo`).
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +102,15 @@ class PhaseTimer:
 class RunLog:
     """The files of a run folder that grow: TensorBoard scalars and texts, `metrics.jsonl`, `trees.jsonl`.
 
-    A step that is redone is logged once: `restart_after` drops what was logged of later steps.
+    A step that is redone is logged once: `restart_after` drops what was logged of later steps. With
+    `wandb_project` the scalars go to Weights & Biases too, which keeps both values of a step.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, wandb_project: str | None = None) -> None:
+        """ValueError where wandb is asked for and missing, or does not let the run in."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
+        self._wandb = None if wandb_project is None else _wandb_run(folder, wandb_project)
         self._open(purge_step=None)
 
     def _open(self, purge_step: int | None) -> None:
@@ -125,7 +128,7 @@ class RunLog:
 
     def restart_after(self, step: int) -> None:
         """Drops the lines of steps after `step`, and cut-off ones; TensorBoard hides its own."""
-        self.close()
+        self._close_files()
         for name in ("metrics.jsonl", "trees.jsonl"):
             _drop_after(self._folder / name, step)
         self._open(purge_step=step + 1)
@@ -136,6 +139,8 @@ class RunLog:
         self._board.flush()
         self._metrics.write(json.dumps({"step": step, **scalars}) + "\n")
         self._metrics.flush()
+        if self._wandb is not None:
+            self._wandb.log({"step": step, **scalars})
 
     def text(self, step: int, name: str, text: str) -> None:
         self._board.add_text(name, text, step)
@@ -144,9 +149,32 @@ class RunLog:
         self._trees.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
+        self._close_files()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _close_files(self) -> None:
         self._board.close()
         self._metrics.close()
         self._trees.close()
+
+
+def _wandb_run(folder: Path, project: str) -> Any:
+    """A run of this folder, the same one after a resume. Its step is a metric: wandb's own only grows, while
+    the warm-up counts below 0 and steps may be done again."""
+    try:
+        import wandb
+    except ImportError as error:
+        raise ValueError(f"run.wandb_project: needs the package wandb, {error}, got {project!r}") from error
+    named = folder / "wandb.id"
+    known = named.read_text(encoding="utf-8") if named.exists() else None
+    try:
+        run = wandb.init(project=project, name=folder.name, dir=str(folder), id=known, resume="allow")
+    except wandb.Error as error:
+        raise ValueError(f"run.wandb_project: wandb does not open {project!r}: {error}") from error
+    named.write_text(run.id, encoding="utf-8")
+    run.define_metric("*", step_metric="step")
+    return run
 
 
 def _append(path: Path) -> IO[str]:

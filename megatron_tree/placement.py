@@ -8,7 +8,8 @@ Invariants (tests/unit/test_placement.py, under the same words)
 5. What can be placed is placed: a refusal means that no placement exists.
 6. What is on a living node stays there when another is lost.
 
-On a CPU everything is on the driver's node: ranks and engines take turns on its cores, which nothing counts.
+Without GPUs everything is on the driver's node: ranks and engines take turns on its cores, which nothing
+counts; colocated, in the same order as on GPUs.
 Not here: bytes (`planner.limits`), Ray (`cluster`).
 """
 
@@ -77,10 +78,11 @@ def place(
     """The driver's node comes first in `nodes`. ValueError, which calls them `named`, where they do not
     suffice."""
     mode = config.cluster.placement
+    gpus = any(node.num_gpus for node in nodes)
     if mode == "auto":
-        mode = "disaggregated" if any(node.num_gpus for node in nodes) else "cpu"
+        mode = "disaggregated" if gpus else "cpu"
     layout, engines = config.train.parallel.layout, config.engine.count if rolls_out else 0
-    if mode == "cpu":
+    if mode == "cpu" or (mode == "colocated" and not gpus):
         here = Spot(nodes[0])
         return Placement(mode, (here,) * (layout.world_size if trains else 0), (here,) * engines)
     groups = len(layout.tensor_groups()) if trains else 0

@@ -50,7 +50,7 @@ class RunFolder:
         """Whether there is anything to lose. A run that failed while it started leaves nothing."""
         if not self.path.exists():
             return False
-        nothing = ("run.lock", "config.yaml", "tensorboard")
+        nothing = ("run.lock", "config.yaml", "tensorboard", "wandb", "wandb.id")
         found = [path for path in self.path.iterdir() if path.name not in nothing]
         return any(path.is_dir() or path.stat().st_size for path in found)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
@@ -18,10 +19,13 @@ import numpy as np
 from megatron_tree import cluster, evaluate
 from megatron_tree.algo import batch as batching
 from megatron_tree.algo.packing import scatter
-from megatron_tree.config import Config, RolloutConfig
+from megatron_tree.config import Config, EngineConfig, RolloutConfig
 from megatron_tree.data.demonstrations import load_demonstrations
 from megatron_tree.data.prompts import PromptOrder, load_prompts
 from megatron_tree.metrics import Metrics, RunLog, Sum, mean, merge
+from megatron_tree.placement import place
+from megatron_tree.planner.estimate import train_state
+from megatron_tree.planner.limits import check_memory
 from megatron_tree.report import Progress
 from megatron_tree.reshard.image import Folder
 from megatron_tree.reshard.names import check_model, read_shape
@@ -33,6 +37,7 @@ from megatron_tree.rollout.tokens import Tokens
 from megatron_tree.runfolder import RunFolder
 from megatron_tree.stopping import Stopping, StopRequested, cancel
 from megatron_tree.train.group import Objective, RankSetup, StepResult, TrainerFailed, TrainerGroup
+from megatron_tree.turns import SharedTurns, Turns
 from megatron_tree.types import Group, Row, RunFailed, StepBatch, Tree, Update
 
 PUBLISH_TRIES = 2  # a flipped byte is written again, a wrong plan is refused again
@@ -66,6 +71,7 @@ class Session:
         self.version = 0  # published last
         self.best: tuple[int, float] | None = None  # (iteration, success)
         self.stopping = Stopping()
+        self._turns = Turns()  # on the devices
         self._restarts = self._skipped_in_a_row = 0
         self._warm = False  # the warm-up is over, or there is none
         self._saving: tuple[int, dict[str, Any]] | None = None  # the checkpoint that is being written
@@ -91,11 +97,14 @@ class Session:
             # a server that is not there is said before anything starts
             await self._check_environment()
             later(_maybe, self.environment, "close")
+        self.log = enter(contextlib.closing(RunLog(self.folder.path, self.config.run.wandb_project)))
         self.progress = enter(Progress(self.config.train.iterations))
         with self.progress.phase("start"):
             enter(cluster.running_ray())
+            places = self._places()
         if self.rolls_out:
-            self.pool = cluster.engine_pool(self.config.model.path, self.config.engine)
+            self.engine = self._engine(places)
+            self.pool = cluster.engine_pool(self.config.model.path, self.engine, places)
             later(self.pool.stop)
             # engines start while the trainer starts and warms up
             self._pool_start = asyncio.ensure_future(self.pool.start())
@@ -103,15 +112,27 @@ class Session:
             if self.trains:
                 later(self.trees.drop, 0)
         if self.trains:
-            transport = cluster.trainer_transport(self._rank_setup())
+            transport = cluster.trainer_transport(self._rank_setup(), places)
             self.trainer = TrainerGroup(self.layout, self.config.train, transport)
             later(self._stop_trainer)
-            if self.rolls_out and self.config.engine.transport == "stream":
+            if self.rolls_out and self.engine.transport == "stream":
                 self.pool.feed = self.trainer
-        self.log = enter(contextlib.closing(RunLog(self.folder.path)))
+        if self.trains and self.rolls_out and places.colocated:
+            self._turns = SharedTurns(self.pool, self.trainer, self._pool_start)
         for split, count in self.skipped_prompts.items():
             if count:
                 self.progress.say(f"data.{split}: {count} prompts over data.max_prompt_tokens skipped")
+
+    def _places(self) -> cluster.Places:
+        """ValueError for what this cluster cannot hold."""
+        nodes = cluster.nodes()
+        found = place(self.config, nodes, trains=self.trains, rolls_out=self.rolls_out)
+        if found.mode == "colocated":
+            if any(node.num_gpus for node in nodes):
+                check_memory(self.config, self.shape, train_state(self.config))
+            else:
+                self.progress.say("colocated on a CPU: engines take turns, but keep their memory meanwhile")
+        return cluster.Places(found, self.layout)
 
     async def _check_environment(self) -> None:
         try:
@@ -125,6 +146,23 @@ class Session:
         except (TrainerFailed, ValueError) as failure:
             self.progress.say(f"while stopping: {failure}")
 
+    def _engine(self, places: cluster.Places) -> EngineConfig:
+        """The section `engine` with its transport chosen. ValueError where an image cannot be shared."""
+        engine = self.config.engine
+        if engine.transport == "stream" or not self.trains:
+            return engine
+        blind = ", ".join(places.blind(engine.image_dir))
+        if not blind:
+            return engine.model_copy(update={"transport": "shm"})
+        fact = f"{engine.image_dir} of rank 0's host is not seen on {blind}"
+        if engine.transport == "shm" or places.colocated:
+            raise ValueError(
+                f"engine.transport: shm is for one host, and {fact}; stream is for several, with trainers "
+                "and engines on GPUs of their own"
+            )
+        self.progress.say(f"engine.transport: stream, since {fact}")
+        return engine.model_copy(update={"transport": "stream"})
+
     # -- weights: where they come from, where they go
 
     async def restore(self) -> bool:
@@ -134,6 +172,7 @@ class Session:
         self._warm = not warm_up or self.folder.reference.exists()
         base = str(self.folder.reference) if warm_up and self._warm else self.config.model.path
         with self.progress.phase("start"):
+            await self._turns.train(then_publish=True)
             await self.trainer.start(base)
             if not self._warm:
                 return False
@@ -181,6 +220,7 @@ class Session:
                 await self.trees.drop(self.iteration + 1)
         with self.progress.phase("publish"):
             await self._pool_start
+            await self._turns.publish()
             for attempt in range(PUBLISH_TRIES):
                 update = await self._offer(self.version + 1)
                 try:
@@ -195,11 +235,12 @@ class Session:
                     self.progress.say(f"publish: {refusal}; writing version {update.version} again")
                 else:
                     self.version = update.version
+                    self._turns.published()
                     return
 
     async def _offer(self, version: int) -> Update:
         """Puts a version where the engines can have it: in shared memory, or ready to be sent."""
-        engine = self.config.engine
+        engine = self.engine
         if engine.transport == "stream":
             return await self.trainer.keep(version, engine.dtype, engine.tp, engine.update_timeout_s)
         return await self.trainer.write_image(engine.image_dir, self.folder.run_id, version, engine.dtype)
@@ -212,6 +253,7 @@ class Session:
                 return  # nothing new: the warm-up has no checkpoints
             aside = self.folder.partial(self.iteration)
             aside.mkdir(parents=True)
+            await self._turns.train(then_publish=False)
             await self.trainer.save(str(aside / "megatron"))
             if self.config.train.export_checkpoints:
                 await self.trainer.export(str(aside / "hf"))
@@ -250,6 +292,7 @@ class Session:
         """The groups of this iteration's prompts as they end, some at a time; then all are in `groups`. Cut
         short by a stop; the prompts are then taken again."""
         self.stopping.check()  # trees that grew ahead would not be waited for
+        await self._turns.generate()
         chunks = self.trees.groups(self.iteration)
         while True:
             with self.progress.phase(
@@ -269,6 +312,7 @@ class Session:
         """Old and reference log-probs of every node, by forward passes over packed trees."""
         trees = [tree for group in groups for tree in group.trees]
         with self.progress.phase("score"):
+            await self._turns.train(then_publish=True)
             batch, spans = batching.scoring_batch(trees, self.spec)
             scatter(spans, await self.trainer.score(batch, "actor"), "old_logprobs")
             if self.config.algo.kl_coef > 0:
@@ -288,6 +332,7 @@ class Session:
     async def evaluate(self) -> evaluate.Result:
         """Sampled, and if asked for greedy, chains on the held-out rows."""
         with self.progress.phase("evaluate"):
+            await self._turns.generate()
             work = evaluate.run(self._grown, self.eval_rows, self.config.rollout, self.config.eval)
             return await self.stopping.unless(work)
 
@@ -333,6 +378,9 @@ class Session:
 
     def _iterations(self) -> Iterations:
         config = self.config
+        at_once = SCORED_AT_ONCE * self.layout.dp * self.layout.pp * config.train.micro_batch_tokens
+        if config.cluster.placement == "colocated":
+            at_once = sys.maxsize  # the trainer cannot score while others still grow
         return Iterations(
             lambda rows, iteration, on_group: self._grown(
                 rows, config.rollout, SeedPath((config.run.seed, iteration)), on_group=on_group
@@ -341,7 +389,7 @@ class Session:
             prompts=config.rollout.prompts,
             total=config.train.iterations,
             depth=config.rollout.async_depth,
-            chunk_tokens=(SCORED_AT_ONCE * self.layout.dp * self.layout.pp * config.train.micro_batch_tokens),
+            chunk_tokens=at_once,
             in_order=config.run.deterministic,
         )
 

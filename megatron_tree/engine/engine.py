@@ -51,9 +51,11 @@ class EngineInfo:
 class Engine:
     """Call `start` once, then any number of `generate` at a time. Once vLLM is dead, all raise EngineDied."""
 
-    def __init__(self, model: str, config: EngineConfig) -> None:
+    def __init__(self, model: str, config: EngineConfig, sleeps: bool = False) -> None:
+        """`sleeps`: whether it will be asked to."""
         self._model = model
         self._config = config
+        self._sleeps = sleeps
         self._shape = read_shape(model)
         self._maps = Maps(writable=False)
         self._version = 0
@@ -69,7 +71,7 @@ class Engine:
             os.environ.setdefault(name, value)
         # while it is imported vLLM warns before it has read its level
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-        arguments = _arguments(self._model, self._config, self._shape)
+        arguments = _arguments(self._model, self._config, self._shape, self._sleeps)
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -178,6 +180,15 @@ class Engine:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
         self._wire = wire
 
+    async def sleep(self, level: int) -> None:
+        self._alive()
+        await self._llm.sleep(level)
+
+    async def wake(self, part: str) -> None:
+        """vLLM generates again once both parts are back."""
+        self._alive()
+        await self._llm.wake_up([part])
+
     def info(self) -> EngineInfo:
         import psutil
         import torch
@@ -221,12 +232,15 @@ class Engine:
             raise EngineDied(self._broken)
 
 
-def _arguments(model: str, config: EngineConfig, shape: ModelShape) -> AsyncEngineArgs:
+def _arguments(model: str, config: EngineConfig, shape: ModelShape, sleeps: bool) -> AsyncEngineArgs:
     import torch
 
     if torch.cuda.is_available():
         on_gpu.check(config)
-        by_device: dict[str, Any] = {"gpu_memory_utilization": config.gpu_memory_utilization}
+        by_device: dict[str, Any] = {
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_sleep_mode": sleeps,
+        }
     else:
         os.environ.update(on_cpu.environment(config))
         on_cpu.check(config, shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Update
 
@@ -35,6 +35,15 @@ class EngineHandle(Protocol):
     async def update(self, update: Update) -> int:
         """Loads the version in place and drops the prefix cache; returns the version. After any failure but
         ValueError the engine is useless."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Frees its device's memory, weights too: at level 1 it keeps them on the host. Takes no request."""
+        ...
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Takes a part of the memory back, weights first; it may generate once it has both. Awake already, it
+        does nothing."""
         ...
 
     async def kill(self) -> None:

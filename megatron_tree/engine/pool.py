@@ -20,7 +20,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine.handle import Aborted, EngineDied, EngineHandle
@@ -150,7 +150,9 @@ class EnginePool:
         """
         async with self._updating:
             await self._settled()
-            await asyncio.gather(*(self._checked(slot, update) for slot in self._live()))
+            await asyncio.gather(
+                *(self._asked(slot, lambda engine: engine.check(update)) for slot in self._live())
+            )
             self._current = update
             self._routes.clear()  # the caches they follow are dropped
             for slot in self._slots:
@@ -158,6 +160,16 @@ class EnginePool:
             while late := [slot for slot in self._live() if slot.version != update.version]:
                 await self._move([slot for slot in late if slot.starting is None], update)
                 await self._settled()
+
+    async def sleep(self, level: int) -> None:
+        """No engine keeps memory of its device but what its process needs: caches are dropped, weights go to
+        the host (level 1) or are dropped (level 2). They take no request until they are awake again."""
+        await asyncio.gather(
+            *(self._asked(slot, lambda engine: engine.sleep(level)) for slot in self._live())
+        )
+
+    async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
+        await asyncio.gather(*(self._asked(slot, lambda engine: engine.wake(part)) for slot in self._live()))
 
     def metrics(self) -> Metrics:
         """Counts since the last call."""
@@ -229,7 +241,9 @@ class EnginePool:
                 if failed is not None:
                     await slot.handle.kill()
                     if slot.num_restarts == self.config.max_restarts:
-                        slot.lost = EngineDied(f"given up after {slot.num_restarts} restarts: {failed}")
+                        slot.lost = EngineDied(
+                            f"engine {slot.index} is given up after {slot.num_restarts} restarts: {failed}"
+                        )
                         return
                     slot.num_restarts += 1
                     self._counters.restarts += 1
@@ -268,12 +282,12 @@ class EnginePool:
             if isinstance(error, ValueError) or len(lost) == len(self._slots):
                 raise error
 
-    async def _checked(self, slot: _Slot, update: Update) -> None:
+    async def _asked(self, slot: _Slot, call: Callable[[EngineHandle], Awaitable[None]]) -> None:
         """Asks until a living engine of this slot has answered, or the slot is given up."""
         while slot.lost is None:
             handle = slot.handle
             try:
-                await _within(self.config.update_timeout_s, "engine.update_timeout_s", handle.check(update))
+                await _within(self.config.update_timeout_s, "engine.update_timeout_s", call(handle))
                 return
             except EngineDied as error:
                 self._replace(slot, handle, error)

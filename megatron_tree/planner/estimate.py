@@ -60,7 +60,7 @@ def estimate(config: Config, shape: ModelShape) -> Estimate:
     """ValueError where the model does not run as configured on the hardware of the plan section."""
     check_layout(config, shape)
     check_devices(config)
-    layout, state = config.train.parallel.layout, _train_state(config)
+    layout, state = config.train.parallel.layout, train_state(config)
     if config.plan.device == "gpu":
         check_memory(config, shape, state)
     stages = tuple(_stage(config, shape, pp, state) for pp in range(layout.pp))
@@ -89,7 +89,7 @@ def estimate(config: Config, shape: ModelShape) -> Estimate:
     )
 
 
-def _train_state(config: Config) -> TrainState:
+def train_state(config: Config) -> TrainState:
     wanted = config.train.attention
     auto: Backend = "flex" if config.plan.device == "gpu" else "node"
     return TrainState(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -30,6 +30,7 @@ from megatron_tree.metrics import Metrics, merge
 from megatron_tree.types import RunFailed, StepBatch, Update
 
 Objective = Literal["policy", "sft"]
+DEATH_NOTICE_S = 5.0  # within which the death of a rank becomes known after its peers' first errors
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)  # a restart would meet them again
 
 
@@ -89,6 +90,7 @@ class TrainerGroup:
     def __init__(self, layout: ParallelLayout, config: TrainConfig, transport: Transport) -> None:
         self._layout, self._config, self._transport = layout, config, transport
         self._ranks: list[RankHandle] = []
+        self._released = False  # what the ranks need only to train
         self._kept: int | None = None  # the version that can be sent
         self._turn = asyncio.Lock()
 
@@ -101,6 +103,7 @@ class TrainerGroup:
 
     async def kill(self) -> None:
         ranks, self._ranks, self._kept = self._ranks, [], None
+        self._released = False
         await asyncio.gather(*(rank.kill() for rank in ranks))
 
     async def stop(self) -> None:
@@ -115,6 +118,18 @@ class TrainerGroup:
 
     async def begin(self, optimizer: OptimizerConfig, total_steps: int) -> None:
         await self._all("begin", optimizer, total_steps)
+
+    async def release(self) -> None:
+        """The ranks keep nothing on their devices but the actor's weights."""
+        if not self._released:
+            await self._all("release")
+            self._released = True
+
+    async def take_back(self) -> None:
+        """What `release` released is on the devices again."""
+        if self._released:
+            await self._all("take_back")
+            self._released = False
 
     async def score(self, batch: StepBatch, which: Literal["actor", "reference"]) -> list[list[np.ndarray]]:
         """Log-probs `[dp][num_microbatches]` of `[T]`."""
@@ -211,6 +226,8 @@ class TrainerGroup:
         if failed is None and not waiting:
             return [call.result() for call in calls]
         self._kept = None
+        if failed is not None:
+            failed = await _cause(failed, calls)
         for call in waiting:
             call.cancel()
         if failed is None:
@@ -234,6 +251,15 @@ class TrainerGroup:
             return f"rank {rank} at {at}"
 
         return "; ".join(await asyncio.gather(*(phase(rank) for rank in ranks)))
+
+
+async def _cause(failed: asyncio.Future[Any], calls: Collection[asyncio.Future[Any]]) -> asyncio.Future[Any]:
+    """The call of a rank that died, if there is one: it breaks the collectives of the others, whose errors
+    may come first."""
+    if isinstance(failed.exception(), ValueError | RankDied):
+        return failed
+    done, _ = await asyncio.wait(calls, timeout=DEATH_NOTICE_S)
+    return next((call for call in done if isinstance(call.exception(), RankDied)), failed)
 
 
 class _PerRank(list[Any]):

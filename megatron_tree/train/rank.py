@@ -32,7 +32,7 @@ from megatron_tree.reshard.plan import SliceCopy
 from megatron_tree.reshard.publish import Slots
 from megatron_tree.reshard.source import BUCKET_BYTES, SliceSource, segments
 from megatron_tree.reshard.wire import Sender
-from megatron_tree.train import adamw, checkpoint, fp8_layers, on_cpu, step
+from megatron_tree.train import adamw, checkpoint, fp8_layers, offload, on_cpu, step
 from megatron_tree.train.group import Objective, RankSetup, StepResult
 from megatron_tree.train.model import DTYPES, TreeGPTModel, build
 from megatron_tree.types import MicroBatch, Stream, Update
@@ -55,6 +55,7 @@ class TrainRank:
         self._saver = checkpoint.Saver()
         self.reference: list[TreeGPTModel] | None = None
         self.optimizer: MegatronOptimizer | None = None
+        self._released: offload.Released | None = None
 
     def phase(self) -> str:
         return self._phase
@@ -109,6 +110,19 @@ class TrainRank:
         with self._in("begin"):
             self.optimizer_config, self.total_steps, self.step_index = optimizer, total_steps, 0
             self.optimizer = step.make_optimizer(self.wrapped, optimizer)
+
+    def release(self) -> None:
+        """Leaves the device to engines: this rank keeps the weights of the actor there and nothing else."""
+        with self._in("release"), torch.no_grad():
+            reference = _parameters(self.reference) if self.reference is not None else ()
+            self._released = offload.release(self.wrapped, self.optimizer, reference)
+
+    def take_back(self) -> None:
+        """Makes `release` undone, with gradients of zero."""
+        with self._in("take_back"), torch.no_grad():
+            assert self._released is not None, "release comes first"
+            self._released.take_back()
+            self._released = None
 
     def score(
         self, batches: Sequence[MicroBatch], which: Literal["actor", "reference"]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import psutil
@@ -18,9 +19,12 @@ import xxhash
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from megatron_tree import cluster
 from megatron_tree.cluster import RayEngine
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine.pool import EnginePool
+from megatron_tree.layout import ParallelLayout
+from megatron_tree.placement import Placement, Spot
 from megatron_tree.reshard import digest
 from megatron_tree.reshard.names import read_shape
 from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, Update
@@ -63,14 +67,15 @@ class Served:
         return self.loop.run(together())
 
     def gap(self, tag: str) -> float:
-        """Largest difference of the engine's log-probs from transformers', over prompt, greedy and sampled
-        tokens.
-        """
+        return float(self.gaps(tag).max())
+
+    def gaps(self, tag: str) -> FloatArray:
+        """Differences of the engine's log-probs from transformers', of prompt, greedy and sampled tokens."""
         scored = self.loop.run(self.made[-1].score(f"{tag} score", PROMPT))
         results = self.generate(ask(f"{tag} greedy", temperature=0.0), ask(f"{tag} sampled"))
-        gaps = [np.abs(scored - self.reference(PROMPT)).max()]
-        gaps += [np.abs(self.sampled(result) - result.logprobs).max() for result in results]
-        return float(max(gaps))
+        gaps = [scored - self.reference(PROMPT)]
+        gaps += [self.sampled(result) - result.logprobs for result in results]
+        return np.abs(np.concatenate(gaps))
 
     def greedy(self, num_tokens: int) -> list[int]:
         """transformers' own greedy continuation of the prompt."""
@@ -82,7 +87,7 @@ class Served:
     def reference(self, ids: IntArray, temperature: float = 1.0) -> FloatArray:
         """transformers' log-prob of every token but the first."""
         tokens = torch.from_numpy(ids.astype(np.int64))
-        logprobs = (self.model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logprobs = (self.model(tokens[None]).logits[0, :-1].float() / temperature).log_softmax(-1)
         return logprobs.gather(1, tokens[1:, None])[:, 0].numpy()
 
     def sampled(self, result: GenerateResult, temperature: float = 1.0) -> FloatArray:
@@ -98,7 +103,10 @@ def sign(image: Path, version: int, tensors: dict[str, torch.Tensor]) -> None:
         0,
         [
             digest.SliceDigest(
-                name, (0,) * t.dim(), tuple(t.shape), xxhash.xxh3_64_hexdigest(t.numpy().tobytes())
+                name,
+                (0,) * t.dim(),
+                tuple(t.shape),
+                xxhash.xxh3_64_hexdigest(t.view(torch.uint8).numpy().tobytes()),
             )
             for name, t in tensors.items()
         ],
@@ -113,16 +121,32 @@ def ask(
 
 
 @contextmanager
-def serving(folder: Path, *, family: str, tied: bool, tp: int, vocab_size: int = 128) -> Iterator[Served]:
-    """Makes a model and starts a pool of one engine of it; needs a running Ray."""
-    model = make_model(folder, family=family, tied=tied, seed=7, vocab_size=vocab_size)
+def serving(
+    folder: Path,
+    *,
+    family: str,
+    tied: bool,
+    tp: int,
+    vocab_size: int = 128,
+    quantization: Literal["fp8"] | None = None,
+) -> Iterator[Served]:
+    """Makes a model and starts a pool of one engine of it, in fp32 or quantised bf16; needs a running Ray."""
+    dtype = torch.float32 if quantization is None else torch.bfloat16
+    model = make_model(folder, family=family, tied=tied, seed=7, vocab_size=vocab_size, dtype=dtype)
     config = EngineConfig(
-        tp=tp, dtype="fp32", max_model_len=512, max_num_seqs=32, kv_cache_gib=0.1, max_restarts=9
+        tp=tp,
+        dtype="fp32" if quantization is None else "bf16",
+        quantization=quantization,
+        max_model_len=512,
+        max_num_seqs=32,
+        kv_cache_gib=0.1,
+        max_restarts=9,
     )
     made: list[RayEngine] = []
+    places = cluster.Places(Placement("cpu", (), (Spot(cluster.nodes()[0]),)), ParallelLayout())
 
     def spawn(index: int) -> RayEngine:
-        made.append(RayEngine(str(folder), config, index))
+        made.append(RayEngine(str(folder), config, index, places))
         return made[-1]
 
     with asyncio.Runner() as loop:

@@ -28,6 +28,9 @@ class FakeRank:
             raise answer
         if answer == "hang":
             await asyncio.sleep(60)
+        if answer == "die":
+            await asyncio.sleep(0.05)
+            raise RankDied("its node is lost")
         return (self.rank, args) if answer is None else answer
 
     async def kill(self) -> None:
@@ -88,6 +91,13 @@ def test_metrics_of_all_dp_ranks_are_reduced() -> None:
 def test_a_lost_rank_is_named(fault: Any, message: str) -> None:
     group, _ = _group({5: fault})
     with pytest.raises(TrainerFailed, match=message):
+        asyncio.run(group.score([[], []], "actor"))
+
+
+def test_the_dead_rank_is_named_and_not_the_peers_that_failed_before() -> None:
+    closed = RuntimeError("connection closed by peer")
+    group, _ = _group({0: closed, 2: closed, 4: "die"})
+    with pytest.raises(TrainerFailed, match=r"^score: rank 4 failed: RankDied: its node is lost$"):
         asyncio.run(group.score([[], []], "actor"))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -96,3 +98,62 @@ def test_restart_drops_later_steps_and_the_line_a_kill_cut_off(tmp_path: Path):
     ]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in board.Scalars("a")] == [(0, 0), (1, 1), (2, 20)]
+
+
+class Wandb(ModuleType):
+    """Weights & Biases as far as the sink goes: notes what it is told."""
+
+    Error = type("Error", (Exception,), {})
+
+    def __init__(self, fails: str | None = None) -> None:
+        super().__init__("wandb")
+        self.id, self.fails = "abc123", fails
+        self.told: list[object] = []
+
+    def init(self, **settings: object) -> Wandb:
+        if self.fails:
+            raise self.Error(self.fails)
+        self.told.append(settings)
+        return self
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.told.append((name, step_metric))
+
+    def log(self, scalars: dict[str, float]) -> None:
+        self.told.append(scalars)
+
+    def finish(self) -> None:
+        self.told.append("finish")
+
+
+def test_scalars_also_reach_wandb_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A restarted step is told again; a resumed run is the run it was."""
+    wandb, folder = Wandb(), tmp_path / "run"
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    settings = {"project": "trees", "name": "run", "dir": str(folder), "resume": "allow"}
+    for known in (None, "abc123"):
+        log = RunLog(folder, "trees")
+        log.scalars(-1, {"sft/loss": 2.0})
+        log.restart_after(-2)
+        log.scalars(-1, {"sft/loss": 1.0})
+        log.close()
+        told = [{**settings, "id": known}, ("*", "step")]
+        told += [{"step": -1, "sft/loss": 2.0}, {"step": -1, "sft/loss": 1.0}, "finish"]
+        assert wandb.told == told
+        wandb.told.clear()
+    assert lines(folder / "metrics.jsonl") == [{"step": -1, "sft/loss": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (None, r"run\.wandb_project: needs the package wandb, .*, got 'trees'"),
+        (Wandb("api_key not configured"), r"wandb does not open 'trees': api_key not configured"),
+    ],
+)
+def test_wandb_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType | None, message: str
+):
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(ValueError, match=message):
+        RunLog(tmp_path, "trees")

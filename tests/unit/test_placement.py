@@ -61,6 +61,7 @@ def shown(spots: tuple[Spot, ...]) -> str:
         # no GPU is used or counted
         ((0,), "auto", {"tp": 2, "pp": 2}, (2, 1), "a a a a", "a a"),
         ((0, 8), "cpu", {"tp": 2}, (1, 2), "a a", "a"),
+        ((0,), "colocated", {"tp": 2}, (1, 2), "a a", "a"),
     ],
 )
 def test_worked_out_by_hand(
@@ -145,12 +146,13 @@ def test_a_refusal_says_what_is_missing_and_what_fits(
 
 
 SMALL = st.integers(1, 3)
-CLUSTERS = st.lists(st.integers(0, 5), min_size=1, max_size=4)
+CLUSTERS = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 
 
 @given(CLUSTERS, st.sampled_from(MODES), st.tuples(SMALL, SMALL, SMALL), SMALL, SMALL)
 def test_invariants(sizes: list[int], mode: str, layout: tuple[int, int, int], count: int, tp: int) -> None:
     settings = config(mode, parallel=dict(zip(("tp", "pp", "dp"), layout, strict=True)), count=count, tp=tp)
+    sizes = [1, *sizes]  # without any GPU everything would be on the first node
     there = nodes(*sizes)
     try:
         found = place(settings, there)
@@ -194,7 +196,7 @@ def test_what_is_on_a_living_node_stays(
     sizes: list[int], mode: str, layout: tuple[int, int, int], count: int, tp: int, lost: int
 ) -> None:
     settings = config(mode, parallel=dict(zip(("tp", "pp", "dp"), layout, strict=True)), count=count, tp=tp)
-    there = nodes(*sizes)
+    there = nodes(1, *sizes)
     try:
         before = place(settings, there)
     except ValueError:

@@ -1,0 +1,185 @@
+"""A story on a Ray cluster of several nodes in one process tree, told as JSON: `python -m tests.e2e.nodes`.
+
+Placement, pool, trainer group and Ray are the program's own; ranks and engines are light stand-ins that say
+where they are. GPUs are claims that nobody checks. A process of its own, since one joins one cluster only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Any
+
+import numpy as np
+import ray
+from ray.cluster_utils import Cluster
+
+from megatron_tree import cluster
+from megatron_tree.config import Config
+from megatron_tree.engine.engine import EngineInfo
+from megatron_tree.placement import place
+from megatron_tree.train.group import RankSetup, TrainerGroup
+from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Update
+
+A, B, C, D = (f"127.0.0.{last}" for last in (2, 3, 4, 5))
+
+
+def here() -> dict[str, str]:
+    host = ray.util.get_node_ip_address()
+    return {"host": host, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", "-")}
+
+
+class LightRank:
+    def __init__(self, rank: int, setup: RankSetup, address: str) -> None:
+        self.rank, self.address = rank, address
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if method == "hang":
+            await asyncio.sleep(1000)
+        return {"bind": (self.address, 0), "where": here()}.get(method)
+
+    async def phase(self) -> str:
+        return "hanging"
+
+
+class LightEngine:
+    """Its tokens are the bytes of its host and GPUs."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    async def start(self, update: Update | None) -> EngineInfo:
+        return EngineInfo(0, "cpu", "none", "fp32", 1, (), ())
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if request.max_tokens > 1:
+            await asyncio.sleep(1000)
+        where = np.frombuffer(json.dumps(here()).encode(), np.uint8).astype(np.int32)
+        return GenerateResult(where, np.zeros(len(where), np.float32), "stop", 0, 0)
+
+
+def config(count: int = 1) -> Config:
+    """Two ranks and so many engines of one GPU."""
+    return Config.model_validate(
+        {
+            "run": {"dir": "run"},
+            "model": {"path": "model"},
+            "environment": {"target": "a:B"},
+            "reward": {"target": "a:B"},
+            "train": {"parallel": {"tp": 2}},
+            "engine": {"count": count, "max_restarts": 1},
+        }
+    )
+
+
+class Site:
+    """A head without GPUs, as a driver's often is, and workers with some."""
+
+    def __init__(self) -> None:
+        head = {"num_cpus": 1, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self._workers: dict[str, Any] = {}
+
+    def add(self, host: str, num_gpus: int) -> None:
+        self._workers[host] = self._cluster.add_node(num_cpus=1, num_gpus=num_gpus, node_ip_address=host)
+
+    def lose(self, host: str) -> None:
+        """As if its power had gone: nobody says goodbye."""
+        self._cluster.remove_node(self._workers.pop(host), allow_graceful=False)
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+class Run:
+    """A trainer group and a pool on the cluster as it is."""
+
+    def __init__(self, settings: Config) -> None:
+        self.layout = settings.train.parallel.layout
+        places = cluster.Places(place(settings, cluster.nodes()), self.layout)
+        self.trainer = TrainerGroup(self.layout, settings.train, cluster.trainer_transport(None, places))  # type: ignore[arg-type]
+        self.pool = cluster.engine_pool("model", settings.engine, places)
+
+    async def start(self) -> None:
+        await asyncio.gather(self.trainer.start("weights"), self.pool.start())
+
+    async def ranks(self) -> list[str]:
+        return [_shown(where) for where in await self.trainer._all("where")]
+
+    async def engine(self, route: str) -> str:
+        return _shown(json.loads(bytes((await self.pool(ask(route, 1))).token_ids.astype(np.uint8))))
+
+    async def bound(self) -> str:
+        return (await self.trainer._all("bind", ranks=[0]))[0][0]
+
+    async def stop(self) -> None:
+        await self.trainer.kill()
+        await self.pool.stop()
+
+
+def ask(route: str, max_tokens: int) -> GenerateRequest:
+    return GenerateRequest(route, np.array([1], np.int32), max_tokens, 0, 1.0, 1.0, (), route)
+
+
+def _shown(where: dict[str, str]) -> str:
+    return f"{where['host']}:{where['gpus']}"
+
+
+async def said(work: Any) -> str:
+    try:
+        await work
+    except (RunFailed, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+async def story(site: Site) -> dict[str, Any]:
+    """Ranks on one node and an engine on another; first the engine's is lost, then that of the ranks."""
+    told: dict[str, Any] = {"refused": await said(_place(config(count=2)))}
+    run = Run(config())
+    await run.start()
+    told |= {"ranks": await run.ranks(), "bound": await run.bound(), "engine": await run.engine("a")}
+    told["held"] = await said(_place(config()))
+    waiting = asyncio.create_task(said(run.pool(ask("a", 9))))
+    await asyncio.sleep(0.1)
+    site.add(C, 1)
+    site.lose(B)
+    told["moved_engine"] = await run.engine("b")
+    waiting.cancel()  # the new one would not answer it either
+    told["restarts"] = run.pool.metrics()["engine/restarts"].value
+    hanging = asyncio.create_task(said(run.trainer._all("hang")))
+    await asyncio.sleep(0.1)
+    site.lose(A)
+    told["lost_ranks"] = await hanging
+    await run.trainer.kill()
+    told["no_place"] = await said(run.trainer.start("weights"))
+    site.add(D, 2)
+    await run.trainer.start("weights")
+    told["moved_ranks"] = await run.ranks()
+    await run.stop()
+    return told
+
+
+async def _place(settings: Config) -> None:
+    Run(settings)
+
+
+def main() -> None:
+    cluster._RankActor, cluster.Engine = LightRank, LightEngine  # type: ignore[assignment,misc]
+    cluster.RESERVE_TIMEOUT_S = 2.0
+    site = Site()
+    try:
+        site.add(A, 2)
+        site.add(B, 1)
+        with cluster.running_ray(site.address):
+            print(json.dumps(asyncio.run(story(site))))
+    finally:
+        site.close()
+
+
+if __name__ == "__main__":
+    main()
