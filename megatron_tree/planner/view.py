@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_tree.config import Config
+from megatron_tree.config import Config, EngineConfig
 from megatron_tree.planner.costs import Cost
 from megatron_tree.planner.estimate import Estimate, estimate
 from megatron_tree.planner.limits import GIB
@@ -55,8 +55,14 @@ def _head(console: Console, config: Config, shape: ModelShape, found: Estimate) 
         f"         {', '.join(_how(config))}\n"
         f"engines  {engine.count} x TP {engine.tp} = {engine.count * engine.tp} workers, {engine.dtype}"
         f"{', layers in ' + engine.quantization if engine.quantization else ''}\n"
-        f"image    {_bytes(found.image_bytes)}, two slots in {engine.image_dir}\n"
+        f"version  {_bytes(found.image_bytes)}, {_way(engine)}\n"
     )
+
+
+def _way(engine: EngineConfig) -> str:
+    if engine.transport == "stream":
+        return "kept by its owners in host memory and sent to each engine"
+    return f"two slots in {engine.image_dir}"
 
 
 def _how(config: Config) -> list[str]:

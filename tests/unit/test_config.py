@@ -122,6 +122,14 @@ CONTRADICTIONS = {
         "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one version "
         "older than the weights that they train, got null"
     ),
+    "engine.transport=ipc": (
+        "engine: transport: must be auto, shm or stream; CUDA IPC needs a GPU to be built and tried on, and "
+        "shm serves trainers and engines of one host, got ipc"
+    ),
+    "{engine.transport=stream,cluster.placement=colocated}": (
+        "engine.transport: must be auto or shm with cluster.placement colocated, since NCCL does not join "
+        "two processes on one GPU, got stream"
+    ),
     "eval.every=1": NO_ROWS,
     "eval.at_start=true": NO_ROWS,
     "eval.at_end=true": NO_ROWS,

@@ -195,15 +195,17 @@ def test_a_refused_update_changes_nothing() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("sent", [False, True], ids=["read", "sent"])
 @pytest.mark.parametrize(
     "faults", [{"update": ["die"]}, {"update": ["hang"]}, {"update": ["refuse"]}, {"check": ["die"]}]
 )
-def test_an_accepted_update_reaches_every_engine(faults: dict[str, list[str]]) -> None:
+def test_an_accepted_update_reaches_every_engine(faults: dict[str, list[str]], sent: bool) -> None:
     async def story() -> None:
         factory = Factory({}, {method: list(queue) for method, queue in faults.items()})
         pool = pool_of(factory, 2)
+        pool.feed = FakeFeed(kept=2) if sent else None
         await pool.start()
-        await pool.update(update(2))
+        await pool.update(stream(2) if sent else update(2))
         assert [engine.version for engine in factory.made] == [
             2,
             0,
