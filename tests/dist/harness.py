@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from dataclasses import fields as fields_of
 from datetime import timedelta
@@ -40,6 +41,7 @@ class Case:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     temperature: float = 1.0
     then: Callable[[TrainRank, Case, Path], None] | None = None  # what a rank does instead
+    within: Callable[[], AbstractContextManager[object]] = nullcontext  # entered on every rank
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -127,7 +129,8 @@ def _rank(rank: int, pipe: Connection) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         for case in cases:
             if rank < case.layout.world_size:
-                _run_case(rank, case, dist.PrefixStore(case.name, store), out / case.name)
+                with case.within():
+                    _run_case(rank, case, dist.PrefixStore(case.name, store), out / case.name)
         pipe.send("done")
 
 
