@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from megatron_tree.algo.batch import PackingSpec, step_batch
 from megatron_tree.config import AlgoConfig, OptimizerConfig, ParallelConfig
@@ -128,8 +127,7 @@ class Bench:
             "num_threads": 1,
         }
         trainer = TrainRank(0, RankSetup(**(defaults | setup)))
-        trainer._store = dist.HashStore()
-        trainer.start(("", 0), str(self.folder))
+        trainer.start(trainer.bind(), str(self.folder))
         # the weights all but stay as they are
         trainer.begin(OptimizerConfig(lr=1e-30, weight_decay=0.0), 1000)
         yield trainer

@@ -88,7 +88,7 @@ class Table:
             subprocess.Popen(
                 command + ["--toy"] * self._toy,
                 cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+                env=os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if self._toy else {}),
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
