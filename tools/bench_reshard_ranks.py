@@ -2,10 +2,13 @@
 
 Measured in turn, each between barriers, from the first rank's start to the last rank's end:
 ours       every rank writes and digests its own slices into a slot whose pages exist
+stream     every rank keeps its own slices aside, and the stages' senders send the model to one receiver, a
+           thread of rank 1, which drops it
 memcpy     rank 0 alone copies as many bytes into /dev/shm, both buffers warm
 gather     every parameter is gathered over its tensor-parallel group, made whole, and written whole by rank 0
 megatron   Megatron-Core's own resharding with its gloo service into a TP 1 model on rank 0
-The last two compute no digest. What each leaves behind is compared with the model, element by element.
+The stream and the last two compute no digest. What each leaves behind is compared with the model, element by
+element.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,8 +35,10 @@ from torch import Tensor
 
 from megatron_tree.config import AlgoConfig, ParallelConfig
 from megatron_tree.reshard import digest, image, plan
+from megatron_tree.reshard.source import ParamMeta, buckets
+from megatron_tree.reshard.wire import Wire
 from megatron_tree.train.group import RankSetup
-from megatron_tree.types import Update
+from megatron_tree.types import Stream, Update
 from tools import bench_ranks
 from tools.bench_reshard_engine import Figures
 
@@ -42,6 +49,7 @@ PARALLEL = ParallelConfig(tp=2, pp=2)
 LAYOUT = PARALLEL.layout
 ALONE = ParallelConfig()
 REPEATS = 5
+RECEIVER = 1  # a rank that sends nothing to it
 SCALE = 1.25  # published weights are the model's times this, exactly: nobody passes with the old ones
 
 
@@ -74,6 +82,7 @@ class Bench:
         self._source = image.readable(model / "model.safetensors")
         self._params = dict(trainer.actor[0].named_parameters())
         self._version = 0
+        self._wires: list[Wire] = []
 
     def run(self) -> tuple[Figures, list[Update]]:
         first, second = self.create(), self.create()
@@ -86,7 +95,8 @@ class Bench:
             update = self.create()
             times["write"].append(self.wall(lambda update=update: self._trainer.write_version(update)))
         del copy
-        figures: Figures = {"bytes_written": self.count_writes(), **self.gathered(), **self.megatron()}
+        figures: Figures = {"bytes_written": self.count_writes(), **self.streamed()}
+        figures |= {**self.gathered(), **self.megatron()}
         figures |= {f"{name}_seconds": median(seconds) for name, seconds in times.items()}
         if self._profile:
             self.profile()
@@ -143,6 +153,42 @@ class Bench:
 
     def model_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self._source.values())
+
+    def streamed(self) -> Figures:
+        """Times both halves of a publish without an image, and compares what came last."""
+        times = [self.wall(self.stream) for _ in range(REPEATS + 1)]
+        if self._rank == RECEIVER:
+            for name, tensor in self._received:
+                if not torch.equal(tensor, self._source[name] * SCALE):
+                    raise AssertionError(f"stream: {name} is not what the ranks hold")
+        return {"stream_seconds": median(times[1:])}
+
+    def stream(self) -> None:
+        self._version += 1
+        told: list[Any] = [self._trainer.keep_version(self._version, "fp32", 1, 60.0)]
+        dist.broadcast_object_list(told, src=0)
+        if self._rank == RECEIVER:
+            receiver = Thread(target=self.receive, args=(told[0].stream,))
+            receiver.start()
+        self._trainer.send_version(told[0], ["bench"])
+        if self._rank == RECEIVER:
+            receiver.join()
+
+    def receive(self, stream: Stream) -> None:
+        """As an engine's worker: a buffer of its own for every bucket."""
+        if not self._wires:
+            store = dist.TCPStore(*stream.address, is_master=False)
+            self._wires = [
+                Wire(store, f"bench/stage {stage}", 1, 2, timedelta(seconds=60)) for stage in range(LAYOUT.pp)
+            ]
+        self._received = []
+        for segment in stream.segments:
+            pairs = zip(segment.names, segment.shapes, strict=True)
+            for bucket in buckets([ParamMeta(n, torch.float32, s) for n, s in pairs], stream.bucket_bytes):
+                flat = torch.empty(sum(meta.num_elements for meta in bucket))
+                self._wires[segment.stage].broadcast(flat.view(torch.uint8), src=0)
+                parts = flat.split([meta.num_elements for meta in bucket])
+                self._received += [(m.name, p.view(m.shape)) for m, p in zip(bucket, parts, strict=True)]
 
     def gathered(self) -> Figures:
         """Times the gather into slot pages that every mapping of rank 0 already holds."""
