@@ -152,19 +152,25 @@ class ParallelConfig(Section):
 
 
 class Fp8Config(Section):
-    """FP8 products in the linear layers; weights, gradients and optimizer keep their types. Without a GPU the
-    rounding is emulated."""
+    """FP8 products in the linear layers; gradients and optimizer keep their types. Without a GPU the rounding
+    is emulated. What a device and a model must have: `train.precision`."""
 
     recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"]
     format: Literal["hybrid", "e4m3"] = "hybrid"  # hybrid: output gradients in E5M2
-    first_last_layers: NonNegative = 0  # so many layers at either end stay in model.dtype
+    first_last_layers_bf16: NonNegative = 0  # so many layers at either end stay in model.dtype
+    param_gather: bool = False  # weights are kept, and gathered over dp, in FP8; GPU only
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        if self.recipe == "delayed" and self.first_last_layers:
+        if self.recipe == "delayed" and self.first_last_layers_bf16:
             raise ValueError(
-                f"first_last_layers: must be 0 with delayed scaling (Megatron-Core's rule), "
-                f"got {self.first_last_layers}"
+                f"first_last_layers_bf16: must be 0 with delayed scaling (Megatron-Core's rule), "
+                f"got {self.first_last_layers_bf16}"
+            )
+        if self.recipe == "mxfp8" and self.param_gather:
+            raise ValueError(
+                "param_gather: must be false with mxfp8, whose weights Megatron-Core gathers through the "
+                "gradient buffer while it overlaps both, got true"
             )
         return self
 
@@ -172,6 +178,14 @@ class Fp8Config(Section):
     def multiple(self) -> int:
         """Of the rows and columns of every operand: what the products of the recipe take."""
         return {"tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}[self.recipe]
+
+
+class KernelsConfig(Section):
+    """Which implementations a rank trains with; `doctor` says what `auto` is here, and why."""
+
+    layers: Literal["auto", "local", "te"] = "auto"  # linear layers and norms: ours, Transformer Engine's
+    optimizer: Literal["auto", "torch", "fused"] = "auto"  # fused: Transformer Engine's or Apex's AdamW
+    weight_gradients: Literal["auto", "separate", "fused"] = "auto"  # fused: added up by the product itself
 
 
 class RecomputeConfig(Section):
@@ -196,6 +210,7 @@ class TrainConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     recompute: RecomputeConfig = RecomputeConfig()
     fp8: Fp8Config | None = None
+    kernels: KernelsConfig = KernelsConfig()
     attention: Literal["auto", "node", "flex", "varlen"] = "auto"  # doctor says what auto is here
     optimizer: OptimizerConfig = OptimizerConfig()
     max_skipped_steps: Positive = 3  # non-finite steps in a row before the run stops
@@ -206,6 +221,14 @@ class TrainConfig(Section):
     start_timeout_s: Seconds = 600.0
     step_timeout_s: Seconds = 1800.0  # of any one call of the trainer group
     collective_timeout_s: Seconds = 600.0
+
+    @model_validator(mode="after")
+    def _gathers(self) -> Self:
+        if self.fp8 is not None and self.fp8.param_gather and not self.parallel.distributed_optimizer:
+            raise ValueError(
+                "fp8.param_gather: needs parallel.distributed_optimizer, which gathers weights, got false"
+            )
+        return self
 
     @property
     def token_multiple(self) -> int:
@@ -279,6 +302,7 @@ class PlanConfig(Section):
 
     device: Literal["gpu", "cpu"] = "gpu"  # cpu: memory is not checked, the KV cache is engine.kv_cache_gib
     devices: Positive | None = None  # GPUs of the cluster; null: as many as ranks and engine workers need
+    compute_capability: Annotated[float, Field(gt=0)] = 9.0  # CUDA's, of a GPU: which FP8 recipes it runs
     peak_tflops: Annotated[float, Field(gt=0)] = 989.0  # of one rank, dense, in the dtype trained in
     efficiency: Annotated[float, Field(gt=0, le=1)] = 0.4  # share of the peak that matrix products reach
     memory_gib: Annotated[float, Field(gt=0)] = 80.0  # of one rank
@@ -348,6 +372,8 @@ class Config(Section):
                 "rollout.async_depth: must be 0 with cluster.placement colocated, where engines sleep while "
                 f"the trainer works, got {self.rollout.async_depth}"
             )
+        if self.train.fp8 is not None and self.train.fp8.param_gather and self.model.dtype != "bf16":
+            raise ValueError(f"train.fp8.param_gather: needs model.dtype bf16, got {self.model.dtype}")
         if self.engine.transport == "stream" and self.cluster.placement == "colocated":
             raise ValueError(
                 "engine.transport: must be auto or shm with cluster.placement colocated, since NCCL does not "

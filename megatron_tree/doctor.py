@@ -1,8 +1,8 @@
 """What this machine has and which implementation each operation uses here, with the reason.
 
 Heavy packages are asked in processes of their own: one that crashes on import is a line of the report, not
-the end of it. The layers, the optimizer and the plug-in are looked up where a run looks them up, so that the
-report cannot differ from the run. Not here: whether a config fits (`megatron-tree plan`).
+the end of it. The operations are `train.kernels`' decision and the plug-in is looked up where a run looks it
+up, so that the report cannot differ from the run. Not here: whether a config fits (`megatron-tree plan`).
 """
 
 from __future__ import annotations
@@ -49,19 +49,12 @@ print(json.dumps({
 }))""",
     "megatron": """
 import json
-from types import SimpleNamespace
-import torch
-from megatron.core import optimizer
-from megatron_tree.train import adamw, backends, model
-adamw.install()
-device = "cuda" if torch.cuda.is_available() else "cpu"
-backend, why = backends.choose("auto", device, torch.float32)
-layer = model.layer_spec(SimpleNamespace(qk_norm=False), backend).submodules
-linear = layer.self_attention.submodules.linear_qkv
-found = {"linear": linear, "norm": layer.input_layernorm, "optimizer": optimizer.Adam}
-package = lambda c: c.__module__.partition(".")[0]
-names = {name: f"{package(c)}:{c.__qualname__}" for name, c in found.items()}
-print(json.dumps(names | {"attention": f"megatron_tree:{backend}", "why": why}))""",
+from dataclasses import asdict
+from megatron_tree.config import KernelsConfig
+from megatron_tree.train import kernels, precision, rank
+device = kernels.here()
+chosen = kernels.choose(KernelsConfig(), "auto", "bf16", None, device)
+print(json.dumps({"chosen": asdict(chosen), "recipes": precision.runnable(device)}))""",
     "vllm": """
 import json
 from vllm.platforms import current_platform
@@ -263,10 +256,9 @@ def _operations(answers: dict[str, Answer], has_gpu: bool) -> Iterator[Row]:
     if megatron.found is None:
         yield Row("operations", "training", "does not import", megatron.error, "wrong")
     else:
-        for name in ("linear", "norm", "attention", "optimizer"):
-            package, _, kind = megatron.found[name].partition(":")
-            why = megatron.found["why"] if name == "attention" else _reason(name, package, device)
-            yield Row("operations", name, f"{kind} ({package})", why)
+        for name, choice in megatron.found["chosen"].items():
+            yield Row("operations", name.replace("_", " "), choice["name"], choice["why"])
+        yield _fp8(megatron.found, has_gpu)
     engine = answers["vllm"]
     if engine.found is None:
         yield Row("operations", "engines", "vLLM does not import", engine.error, "wrong")
@@ -283,9 +275,10 @@ def _operations(answers: dict[str, Answer], has_gpu: bool) -> Iterator[Row]:
         yield Row("operations", "publish", "plug-in missing", why, "wrong")
 
 
-def _reason(name: str, package: str, device: str) -> str:
-    """Megatron picks its optimizer by what imports; the layers are this package's choice."""
-    if name == "optimizer":
-        ours = package == "megatron_tree"
-        return "neither Transformer Engine nor Apex imports" if ours else f"{package} imports"
-    return f"{device}; Megatron's local layer" if package == "megatron" else device
+def _fp8(megatron: dict[str, Any], has_gpu: bool) -> Row:
+    recipes = ", ".join(megatron["recipes"]) or "none"
+    if not has_gpu:
+        return Row("operations", "fp8", recipes, "no GPU: rounding is emulated")
+    if megatron["chosen"]["linear"]["name"] != "te":
+        return Row("operations", "fp8", "none", "needs Transformer Engine's layers")
+    return Row("operations", "fp8", recipes, "by compute capability and CUDA version")

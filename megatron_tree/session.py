@@ -36,6 +36,7 @@ from megatron_tree.rollout.report import version_metrics
 from megatron_tree.rollout.tokens import Tokens
 from megatron_tree.runfolder import RunFolder
 from megatron_tree.stopping import Stopping, StopRequested, cancel
+from megatron_tree.train import precision
 from megatron_tree.train.group import Objective, RankSetup, StepResult, TrainerFailed, TrainerGroup
 from megatron_tree.turns import SharedTurns, Turns
 from megatron_tree.types import Group, Row, RunFailed, StepBatch, Tree, Update
@@ -56,6 +57,7 @@ class Session:
         self.skipped_prompts: dict[str, int] = {}
         if trains:
             check_model(self.shape, self.layout)
+            precision.check(config.train.fp8, None, self.shape, self.layout)
         if rolls_out:
             self.environment = build(config.environment, "environment")
             self.reward = build(config.reward, "reward")
@@ -471,6 +473,7 @@ class Session:
             num_threads=max(1, (os.cpu_count() or 1) // self.layout.world_size),
             recompute=config.train.recompute,
             fp8=config.train.fp8,
+            kernels=config.train.kernels,
             attention=config.train.attention,
         )
 

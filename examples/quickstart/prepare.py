@@ -22,6 +22,7 @@ NUM_TEST = 256
 NUM_DEMONSTRATIONS = 5120
 STOP_EARLY = 0.45  # share of demonstrations that answer a hop before the end
 WRONG_RELATION = 0.05  # share of calls that follow another relation, and go on from there
+FFN = 544  # of the model
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -45,7 +46,7 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_model(folder: Path, seed: int) -> int:
+def make_model(folder: Path, seed: int, ffn: int = FFN) -> int:
     """A Llama with random weights that tensor and pipeline parallelism 2 divide. Returns its size.
 
     Not a Qwen2: transformers puts that family's own byte-level tokenizer in place of ours.
@@ -57,7 +58,7 @@ def make_model(folder: Path, seed: int) -> int:
     config = LlamaConfig(
         vocab_size=len(WORDS),
         hidden_size=128,
-        intermediate_size=544,
+        intermediate_size=ffn,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -115,10 +116,10 @@ def prepare_data(out: Path, seed: int) -> None:
     write_lines(out / "demonstrations.jsonl", (demonstration(q, draws) for q in train[NUM_TRAIN:]))
 
 
-def prepare(out: Path, seed: int) -> None:
+def prepare(out: Path, seed: int, ffn: int = FFN) -> None:
     prepare_data(out, seed)
     make_tokenizer(out / "model")
-    parameters = make_model(out / "model", seed)
+    parameters = make_model(out / "model", seed, ffn)
     print(
         f"{out}: model of {parameters:,} parameters and {len(WORDS)} words, "
         f"{NUM_TRAIN} training and {NUM_TEST} held-out questions, {NUM_DEMONSTRATIONS} demonstrations"

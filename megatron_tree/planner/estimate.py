@@ -13,7 +13,14 @@ from megatron_tree.layout import ParallelLayout
 from megatron_tree.planner import work
 from megatron_tree.planner.activations import BYTES, Backend
 from megatron_tree.planner.costs import Cost, phase_costs
-from megatron_tree.planner.limits import EnginePlan, check_devices, check_layout, check_memory, engine_plan
+from megatron_tree.planner.limits import (
+    EnginePlan,
+    check_devices,
+    check_layout,
+    check_memory,
+    check_precision,
+    engine_plan,
+)
 from megatron_tree.planner.memory import RankMemory, TrainState, num_parameters, rank_memory
 from megatron_tree.reshard import plan
 from megatron_tree.reshard.names import ModelShape
@@ -59,6 +66,7 @@ class Estimate:
 def estimate(config: Config, shape: ModelShape) -> Estimate:
     """ValueError where the model does not run as configured on the hardware of the plan section."""
     check_layout(config, shape)
+    check_precision(config, shape)
     check_devices(config)
     layout, state = config.train.parallel.layout, train_state(config)
     if config.plan.device == "gpu":

@@ -19,6 +19,8 @@ from megatron_tree.planner.work import expected_path
 from megatron_tree.reshard import plan
 from megatron_tree.reshard.cuts import check_engine
 from megatron_tree.reshard.names import EMBEDDING, HEAD, ModelShape, check_model
+from megatron_tree.train import precision
+from megatron_tree.train.precision import Device
 
 GIB = 1 << 30
 NODE_RANKS = 8  # tensor parallelism wider than a node is possible, but never proposed
@@ -55,6 +57,15 @@ def check_layout(config: Config, shape: ModelShape) -> None:
         uneven = _changed(same, vpp=parallel.vpp, stage_split=_even_split(layers, chunks))
         ways.append(_named(config, uneven))
     raise ValueError(f"{refusal}; the nearest layout that can run is {', or '.join(ways)}")
+
+
+def check_precision(config: Config, shape: ModelShape) -> None:
+    """The recipe of train.fp8 fits the plan's device, which has what the image has, the model and the
+    layout."""
+    major, _, minor = f"{config.plan.compute_capability:.1f}".partition(".")
+    gpu = Device((int(major), int(minor)), transformer_engine=True)
+    device = gpu if config.plan.device == "gpu" else Device(None)
+    precision.check(config.train.fp8, device, shape, config.train.parallel.layout)
 
 
 def check_devices(config: Config) -> None:

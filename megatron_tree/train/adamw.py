@@ -1,4 +1,4 @@
-"""AdamW for Megatron's optimizers where neither Transformer Engine nor Apex is installed.
+"""AdamW for Megatron's optimizers where no fused one of Transformer Engine or Apex is used (`kernels`).
 
 torch's own AdamW counts steps in the state of each parameter, which Megatron's distributed optimizer cannot
 save. This one keeps them in the parameter groups, as Apex's FusedAdam does, and calls torch's kernel. Not
@@ -17,12 +17,11 @@ from torch.optim.adamw import adamw
 
 
 def install() -> None:
-    """Process-wide: Megatron takes it for Apex's. Nothing where Megatron found a fused optimizer."""
-    if not megatron.USING_PYTORCH_OPTIMIZER:
-        return
+    """Process-wide: Megatron takes it for Apex's."""
     megatron.Adam = distrib_optimizer.Adam = AdamW
     megatron.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+    distrib_optimizer.USING_TE_OPTIMIZER = False
 
 
 class AdamW(torch.optim.Optimizer):

@@ -73,7 +73,9 @@ def load(folder: Path, chunks: Sequence[TreeGPTModel], optimizer: MegatronOptimi
         raise ValueError(f"{field}: the checkpoint {folder} was saved with {was}, got {got}")
     state = dist_checkpointing.load(_state(chunks, optimizer, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[f"model{index}"])
+        missing, unexpected = chunk.load_state_dict(state[f"model{index}"], strict=False)
+        assert not unexpected
+        assert all(name.endswith("_extra_state") for name in missing), f"{missing} are not in the checkpoint"
     optimizer.load_state_dict(state["optimizer"])
     return int(state["step_index"])
 
@@ -87,6 +89,14 @@ def _state(
 ) -> dict[str, Any]:
     """Tensors are stored under names that count layers over the whole model; the keys here are the rank's."""
     metadata = dict(_METADATA)  # Megatron adds its process groups
-    models = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    models = {f"model{i}": _weights(chunk, metadata) for i, chunk in enumerate(chunks)}
     shards = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     return models | {"optimizer": shards}
+
+
+def _weights(chunk: TreeGPTModel, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Parameters, and the amaxes of delayed scaling. What else Transformer Engine's layers would add under
+    `_extra_state` says nothing, and no other layers could load it."""
+    state = chunk.sharded_state_dict(metadata=metadata)
+    delayed = chunk.config.fp8 and chunk.config.fp8_recipe == "delayed"
+    return state if delayed else {k: v for k, v in state.items() if not k.endswith("_extra_state")}

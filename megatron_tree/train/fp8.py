@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from megatron_tree.config import Fp8Config
+from megatron_tree.train.precision import HISTORY
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-HISTORY = 1024  # steps that delayed scaling looks back
 BLOCK, MX_BLOCK = 128, 32
 Role = Literal["input", "weight", "grad"]
 ROLES: tuple[Role, ...] = ("input", "weight", "grad")

@@ -1,12 +1,16 @@
-"""Megatron's tensor-parallel linear layers with the products of `fp8`, and what they ask of a model."""
+"""FP8 in Megatron's layers: its tensor-parallel linear layers with the emulated products of `fp8`, and
+weights that Transformer Engine keeps in FP8 (`param_gather`), read and filled as numbers. Not here: which
+recipes run where (`precision`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -15,27 +19,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from megatron_tree.config import Fp8Config
-from megatron_tree.reshard.names import ModelShape
 from megatron_tree.train.fp8 import Product, Quantiser
-from megatron_tree.train.group import RankSetup
-
-
-def check(shape: ModelShape, setup: RankSetup, *, on_gpu: bool) -> None:
-    """ValueError where the products of this model and layout do not fit the recipe."""
-    if setup.fp8 is None:
-        return
-    if on_gpu:
-        raise ValueError(f"train.fp8: must be null on a GPU, for it is emulated only, got {setup.fp8.recipe}")
-    tp, multiple = setup.layout.tp, setup.fp8.multiple
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = {"hidden size": shape.hidden, "ffn rows": shape.ffn // tp}
-    sizes |= {"fused qkv rows": (q + 2 * kv) // tp, "attention columns": q // tp}
-    for name, size in sizes.items():
-        if size % multiple:
-            raise ValueError(
-                f"train.fp8.recipe: {setup.fp8.recipe} needs a rank's {name} to be a multiple of {multiple}, "
-                f"got {size}"
-            )
 
 
 class _Fp8Linear:
@@ -85,3 +69,24 @@ def end_step(chunks: Iterable[torch.nn.Module]) -> None:
     torch.distributed.all_reduce(seen, op=torch.distributed.ReduceOp.MAX, group=group)
     for quantiser, amax in zip(delayed, seen, strict=True):
         quantiser.roll(amax)
+
+
+def numbers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters by name, to be read: slices of a weight in FP8 would be views of nothing."""
+    return {
+        name: dequantize_fp8_tensor(param) if is_float8tensor(param) else param
+        for name, param in model.named_parameters()
+    }
+
+
+@contextmanager
+def filled(model: torch.nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The parameters by name, to be written in slices. At the end a weight in FP8 takes what was written, and
+    so does the value that Transformer Engine keeps for the optimizer to start from."""
+    found = numbers(model)
+    yield found
+    for name, param in model.named_parameters():
+        if found[name] is not param:
+            param.copy_(found[name])
+            if hasattr(param, "get_high_precision_init_val"):
+                param.get_high_precision_init_val().copy_(found[name])

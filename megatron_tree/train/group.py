@@ -20,6 +20,7 @@ from megatron_tree.algo import context
 from megatron_tree.config import (
     AlgoConfig,
     Fp8Config,
+    KernelsConfig,
     OptimizerConfig,
     ParallelConfig,
     RecomputeConfig,
@@ -56,6 +57,7 @@ class RankSetup:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     attention: Literal["auto", "node", "flex", "varlen"] = "auto"
     fp8: Fp8Config | None = None
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
 
     @property
     def layout(self) -> ParallelLayout:

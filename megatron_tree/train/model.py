@@ -33,14 +33,12 @@ from torch import Tensor
 
 from megatron_tree.config import Fp8Config, RecomputeConfig
 from megatron_tree.reshard.names import ModelShape, RopeScaling
-from megatron_tree.train import on_cpu
+from megatron_tree.train import kernels, on_cpu, precision
 from megatron_tree.train.attention import TreeAttention
-from megatron_tree.train.backends import choose
 from megatron_tree.train.fp8_layers import Fp8ColumnParallelLinear, Fp8RowParallelLinear
 from megatron_tree.train.group import RankSetup
+from megatron_tree.train.kernels import Kernels
 from megatron_tree.train.tree_mask import TreeMask
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class RMSNorm(torch.nn.Module):
@@ -116,9 +114,8 @@ class TreeGPTModel(GPTModel):
 
 
 def transformer_config(shape: ModelShape, setup: RankSetup) -> TransformerConfig:
-    """Megatron's config of one model. Without fusions that need Apex or Transformer Engine; without
-    dropout."""
-    cpu, layout, dtype = on_cpu.use_cpu(), setup.layout, DTYPES[setup.dtype]
+    """Megatron's config of one model. Without dropout, and without fusions but that of weight gradients."""
+    cpu, layout, chosen = on_cpu.use_cpu(), setup.layout, kernels.of(setup)
     interleaved = layout.vpp > 1
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -145,12 +142,10 @@ def transformer_config(shape: ModelShape, setup: RankSetup) -> TransformerConfig
         context_parallel_size=layout.cp,
         sequence_parallel=setup.parallel.sequence_parallel,
         **_recompute(setup.recompute),
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
+        **precision.settings(setup.dtype, setup.fp8 if chosen.linear.name == "te" else None),
         perform_initialization=False,  # weights are loaded right after
         use_cpu_initialization=cpu,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=chosen.weight_gradients.name == "fused",
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -178,30 +173,28 @@ def _recompute(config: RecomputeConfig) -> dict[str, Any]:
     return {}
 
 
-def layer_spec(shape: ModelShape, attention: str, fp8: Fp8Config | None = None) -> ModuleSpec:
-    head_norm = RMSNorm if shape.qk_norm else IdentityOp
-    column: Any = ColumnParallelLinear
-    row: Any = RowParallelLinear
-    if fp8 is not None:
-        column = ModuleSpec(Fp8ColumnParallelLinear, params={"fp8": fp8})
-        row = ModuleSpec(Fp8RowParallelLinear, params={"fp8": fp8})
+def layer_spec(shape: ModelShape, chosen: Kernels, fp8: Fp8Config | None = None) -> ModuleSpec:
+    """One layer. `fp8`: how its products are rounded, where that is emulated."""
+    column, row = _linears(chosen, fp8)
+    norm = norm_of(chosen)
+    head_norm = norm if shape.qk_norm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=ModuleSpec(
                 module=SelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=column,
-                    core_attention=ModuleSpec(TreeAttention, params={"backend": attention}),
+                    core_attention=ModuleSpec(TreeAttention, params={"backend": chosen.attention.name}),
                     linear_proj=row,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row),
@@ -211,11 +204,24 @@ def layer_spec(shape: ModelShape, attention: str, fp8: Fp8Config | None = None) 
     )
 
 
-def fp8_of_layer(shape: ModelShape, fp8: Fp8Config | None, layer: int) -> Fp8Config | None:
-    """None at either end of the model, where the config asks for it."""
-    if fp8 is None or min(layer, shape.num_layers - 1 - layer) < fp8.first_last_layers:
-        return None
-    return fp8
+def norm_of(chosen: Kernels) -> Any:
+    if chosen.norm.name == "te":
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        return TENorm
+    return RMSNorm
+
+
+def _linears(chosen: Kernels, fp8: Fp8Config | None) -> tuple[Any, Any]:
+    """The column- and the row-parallel layer."""
+    if chosen.linear.name == "te":
+        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+
+        return TEColumnParallelLinear, TERowParallelLinear
+    if fp8 is None:
+        return ColumnParallelLinear, RowParallelLinear
+    how = {"fp8": fp8}
+    return ModuleSpec(Fp8ColumnParallelLinear, params=how), ModuleSpec(Fp8RowParallelLinear, params=how)
 
 
 def build(shape: ModelShape, setup: RankSetup, rank: int) -> list[TreeGPTModel]:
@@ -230,14 +236,16 @@ def _build_chunk(
 ) -> TreeGPTModel:
     layout = setup.layout
     layers = layout.stage_layers(shape.num_layers, stage, chunk)
-    attention, _ = choose(setup.attention, "cpu" if on_cpu.use_cpu() else "cuda", DTYPES[setup.dtype])
+    chosen = kernels.of(setup)
+    emulated = setup.fp8 if chosen.linear.name == "emulated" else None
+    specs = [
+        layer_spec(shape, chosen, precision.of_layer(emulated, shape.num_layers, layer)) for layer in layers
+    ]
     model = TreeGPTModel(
         shape,
         temperature=setup.temperature,
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules(
-            [layer_spec(shape, attention, fp8_of_layer(shape, setup.fp8, layer)) for layer in layers], RMSNorm
-        ),
+        transformer_layer_spec=TransformerBlockSubmodules(specs, norm_of(chosen)),
         vocab_size=shape.padded_vocab(layout.tp),
         max_sequence_length=shape.max_positions,
         pre_process=layout.has_embedding(stage, chunk),
@@ -276,7 +284,8 @@ def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 def _mark_split_weights(model: TreeGPTModel) -> None:
     """Megatron marks a weight as split over tensor-parallel ranks only while it initialises it. Without the
-    mark the gradient norm takes it for a duplicate and counts one rank's part."""
+    mark the gradient norm takes it for a duplicate and counts one rank's part. Transformer Engine's layers
+    always mark theirs."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             dim = 1 if isinstance(module, RowParallelLinear) else 0

@@ -32,9 +32,10 @@ from megatron_tree.reshard.plan import SliceCopy
 from megatron_tree.reshard.publish import Slots
 from megatron_tree.reshard.source import BUCKET_BYTES, SliceSource, segments
 from megatron_tree.reshard.wire import Sender
-from megatron_tree.train import adamw, checkpoint, fp8_layers, offload, on_cpu, step
+from megatron_tree.train import adamw, checkpoint, fp8_layers, kernels, offload, on_cpu, precision, step
 from megatron_tree.train.group import Objective, RankSetup, StepResult
-from megatron_tree.train.model import DTYPES, TreeGPTModel, build
+from megatron_tree.train.model import TreeGPTModel, build
+from megatron_tree.train.precision import DTYPES
 from megatron_tree.types import MicroBatch, Stream, Update
 
 WIRE_DTYPES: dict[str, Literal["float32", "bfloat16"]] = {"fp32": "float32", "bf16": "bfloat16"}
@@ -82,7 +83,9 @@ class TrainRank:
             start_megatron(self.rank, self.layout, self._store, self._timeout, self.setup.num_threads)
             self.shape = read_shape(self.setup.model_path)
             check_model(self.shape, self.layout)
-            fp8_layers.check(self.shape, self.setup, on_gpu=not on_cpu.use_cpu())
+            precision.check(self.setup.fp8, kernels.here(), self.shape, self.layout)
+            if kernels.of(self.setup).optimizer.name == "ours":
+                adamw.install()
             self.actor = self._build()
             self._load(self.actor, weights)
             distributed = self.setup.parallel.distributed_optimizer
@@ -264,8 +267,10 @@ class TrainRank:
     def _load(self, chunks: Sequence[TreeGPTModel], folder: str) -> None:
         weights = image.Folder(folder)
         weights.check(self.shape)
-        for params, copies in by_chunk(chunks, plan.held(self.shape, self.layout, self.rank)):
-            image.load_slices(weights, params, copies)
+        held = plan.held(self.shape, self.layout, self.rank)
+        for index, chunk in enumerate(chunks):
+            with torch.no_grad(), fp8_layers.filled(chunk) as params:
+                image.load_slices(weights, params, [copy for copy in held if copy.chunk == index])
 
     def _loss(self, objective: Objective) -> step.Loss:
         def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, Metrics]:
@@ -302,7 +307,7 @@ def by_chunk(
 ) -> Iterator[tuple[dict[str, torch.Tensor], list[SliceCopy]]]:
     """Parameters by name and the slices that concern them: names repeat from chunk to chunk."""
     for index, chunk in enumerate(chunks):
-        yield dict(chunk.named_parameters()), [copy for copy in copies if copy.chunk == index]
+        yield fp8_layers.numbers(chunk), [copy for copy in copies if copy.chunk == index]
 
 
 def start_megatron(
@@ -321,7 +326,6 @@ def start_megatron(
     if cpu:
         torch.set_num_threads(num_threads)
         on_cpu.install()
-    adamw.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,

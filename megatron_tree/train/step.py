@@ -60,6 +60,7 @@ def wrap(chunks: Sequence[TreeGPTModel], *, distributed_optimizer: bool) -> list
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
         use_distributed_optimizer=distributed_optimizer,
+        fp8_param_gather=chunks[0].config.fp8_param,
     )
     chunks[0].config.finalize_model_grads_func = finalize_model_grads  # one config for all chunks
     return [DistributedDataParallel(chunk.config, ddp, chunk) for chunk in chunks]
@@ -68,7 +69,7 @@ def wrap(chunks: Sequence[TreeGPTModel], *, distributed_optimizer: bool) -> list
 def make_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
     """Megatron's AdamW, distributed where the gradient buffers are. Norms and biases do not decay (Megatron's
     rule, which its own scheduler, not used here, applies)."""
-    dtype = chunks[0].config.params_dtype
+    model = chunks[0].config
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -79,8 +80,9 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerC
             adam_eps=config.eps,
             weight_decay=config.weight_decay,
             clip_grad=config.clip_grad,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
+            bf16=model.bf16,
+            params_dtype=model.params_dtype,
+            fp8_recipe=model.fp8_recipe if model.fp8 else None,
             use_distributed_optimizer=chunks[0].ddp_config.use_distributed_optimizer,
         ),
         list(chunks),

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from megatron.core.fp8_utils import is_first_last_bf16_layer
+from megatron.core.transformer import TransformerConfig
 from safetensors.torch import load_file
 
 from megatron_tree.algo.batch import PackingSpec, scoring_batch, sft_batch
 from megatron_tree.config import Fp8Config, OptimizerConfig, RecomputeConfig
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.reshard.names import read_shape
-from megatron_tree.train import fp8_layers
+from megatron_tree.train import precision
 from megatron_tree.train.fp8 import Product, Quantiser
 from megatron_tree.train.rank import TrainRank
 from tests.dist.harness import Case, export, run
@@ -33,7 +33,7 @@ MODEL |= {"hidden_size": 256, "ffn_size": 256, "num_heads": 4, "num_kv_heads": 2
 SCORES = {
     "fp32": (ONE, None),
     "mxfp8": (ONE, MX),
-    "mxfp8_ends": (ONE, Fp8Config(recipe="mxfp8", first_last_layers=1)),
+    "mxfp8_ends": (ONE, Fp8Config(recipe="mxfp8", first_last_layers_bf16=1)),
     "blockwise": (ONE, BLOCKWISE),
     "blockwise_tp2": (TP2, BLOCKWISE),
     "blockwise_vpp2": (VPP2, BLOCKWISE),
@@ -116,22 +116,21 @@ def test_delayed_scaling_goes_on_where_it_left_off(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "layout", "on_gpu", "message"),
+    "fp8",
     [
-        ("mxfp8", ONE, True, "train.fp8: must be null on a GPU, for it is emulated only, got mxfp8"),
-        # 256 ffn rows over 4 ranks; qkv rows come after them
-        ("blockwise", ParallelLayout(tp=4), False, "a rank's ffn rows to be a multiple of 128, got 64"),
-        ("blockwise", TP2, False, None),
-        ("tensorwise", ParallelLayout(tp=4), False, None),
+        *(Fp8Config(recipe=recipe) for recipe in precision.RECIPES),
+        Fp8Config(recipe="tensorwise", format="e4m3", first_last_layers_bf16=2),
+        Fp8Config(recipe="blockwise", first_last_layers_bf16=1, param_gather=True),
     ],
 )
-def test_products_that_do_not_fit_are_refused(
-    root: Path, recipe: str, layout: ParallelLayout, on_gpu: bool, message: str | None
-) -> None:
-    case = Case("check", root / "model", layout, [], fp8=Fp8Config(recipe=recipe))  # type: ignore[arg-type]
-    shape = read_shape(root / "model")
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        fp8_layers.check(shape, case.setup, on_gpu=on_gpu)
+def test_megatron_takes_the_settings_and_means_the_same_layers(fp8: Fp8Config) -> None:
+    """Second source: Megatron-Core's own check of its config, and its own choice of layers."""
+    config = TransformerConfig(
+        num_layers=8, hidden_size=64, num_attention_heads=4, **precision.settings("bf16", fp8)
+    )
+    theirs = [is_first_last_bf16_layer(config, layer) for layer in range(8)]
+    assert theirs == [precision.of_layer(fp8, 8, layer) is None for layer in range(8)]
+    assert (config.fp8, config.fp8_recipe, config.fp8_param) == (fp8.format, fp8.recipe, fp8.param_gather)
 
 
 def _rounded_linear(weight: torch.Tensor, quantise: Quantiser, x: torch.Tensor) -> torch.Tensor:

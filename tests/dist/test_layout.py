@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron_tree.layout import ParallelLayout, megatron_split
 from megatron_tree.reshard.names import ModelShape
 from megatron_tree.reshard.plan import param_shapes
+from megatron_tree.train import kernels
 from megatron_tree.train.model import RMSNorm, TreeGPTModel, layer_spec, transformer_config
 from tests.dist.harness import Case
 from tests.unit.real_models import real_shape
@@ -144,12 +145,12 @@ def megatrons_model(shape: ModelShape, layout: ParallelLayout, rank: int, chunk:
     setup = Case("", Path(), layout, []).setup
     # elsewhere weights would be made on a device
     config = replace(transformer_config(shape, setup), use_cpu_initialization=True)
-    count = get_num_layers_to_build(config, vp_stage)
+    layers = [layer_spec(shape, kernels.of(setup))] * get_num_layers_to_build(config, vp_stage)
     return TreeGPTModel(
         shape,
         temperature=1.0,
         config=config,
-        transformer_layer_spec=TransformerBlockSubmodules([layer_spec(shape, "node")] * count, RMSNorm),
+        transformer_layer_spec=TransformerBlockSubmodules(layers, RMSNorm),
         vocab_size=shape.padded_vocab(layout.tp),
         max_sequence_length=64,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

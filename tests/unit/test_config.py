@@ -122,6 +122,14 @@ CONTRADICTIONS = {
         "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one version "
         "older than the weights that they train, got null"
     ),
+    "{train.fp8.recipe=delayed,train.fp8.first_last_layers_bf16=1}": (
+        "train.fp8: first_last_layers_bf16: must be 0 with delayed scaling (Megatron-Core's rule), got 1"
+    ),
+    "{train.fp8.recipe=blockwise,train.fp8.param_gather=true}": (
+        "train: fp8.param_gather: needs parallel.distributed_optimizer, which gathers weights, got false"
+    ),
+    "{train.fp8.recipe=blockwise,train.fp8.param_gather=true,train.parallel.distributed_optimizer=true,"
+    "model.dtype=fp32}": "train.fp8.param_gather: needs model.dtype bf16, got fp32",
     "engine.transport=ipc": (
         "engine: transport: must be auto, shm or stream; CUDA IPC needs a GPU to be built and tried on, and "
         "shm serves trainers and engines of one host, got ipc"

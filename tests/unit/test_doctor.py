@@ -8,13 +8,17 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
 from megatron_tree import doctor
+from megatron_tree.config import KernelsConfig
 from megatron_tree.doctor import Answer, Row
+from megatron_tree.train import kernels, precision
+from megatron_tree.train.precision import Device
 
 
 @pytest.mark.parametrize(
@@ -116,11 +120,8 @@ FOUND = {
     "torch": Answer({"cuda": None, "kernels": "AVX2", "threads": 1, "gpus": []}),
     "megatron": Answer(
         {
-            "linear": "megatron:Linear",
-            "norm": "ours:Norm",
-            "attention": "ours:Tree",
-            "optimizer": "megatron_tree:AdamW",
-            "why": "no GPU",
+            "chosen": asdict(kernels.choose(KernelsConfig(), "auto", "bf16", None, Device(None))),
+            "recipes": ["tensorwise", "delayed"],
         }
     ),
     "vllm": Answer({"device": "cpu", "backend": "image", "registered": True}),
@@ -148,6 +149,22 @@ def test_what_is_wrong_ends_with_status_one(
     assert doctor.run() == (1 if wrong else 0)
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert last == (f"wrong: {', '.join(wrong)}" if wrong else "everything that a run needs is here")
+
+
+def test_operations_are_the_decision_with_its_reasons():
+    rows = {row.name: row for row in doctor._operations(FOUND, has_gpu=False)}
+    assert rows["linear"] == Row("operations", "linear", "local", "no GPU")
+    assert rows["weight gradients"] == Row("operations", "weight gradients", "separate", "no GPU")
+    assert rows["fp8"].value == "tensorwise, delayed"
+    assert "emulated" in rows["fp8"].why
+
+
+@pytest.mark.parametrize(("te", "fp8"), [(True, "tensorwise, delayed, blockwise"), (False, "none")])
+def test_fp8_on_a_gpu_is_what_runs_there(te: bool, fp8: str):
+    device = Device((9, 0), (13, 0), transformer_engine=te)
+    chosen = asdict(kernels.choose(KernelsConfig(), "auto", "bf16", None, device))
+    megatron = {"chosen": chosen, "recipes": precision.runnable(device)}
+    assert doctor._fp8(megatron, has_gpu=True).value == fp8
 
 
 def test_memory_and_flags_of_this_machine():

@@ -21,7 +21,7 @@ from megatron_tree.config import Config, RecomputeConfig
 from megatron_tree.planner import work
 from megatron_tree.planner.activations import PackedTokens
 from megatron_tree.planner.estimate import estimate
-from megatron_tree.planner.limits import check_devices, check_layout
+from megatron_tree.planner.limits import check_devices, check_layout, check_precision
 from megatron_tree.planner.memory import TrainState, rank_memory
 from megatron_tree.reshard.names import ModelShape, read_shape
 from megatron_tree.rollout.select import candidates, draw
@@ -314,6 +314,15 @@ def test_knobs_of_the_config_reach_the_memory(tmp_path: Path) -> None:
     assert packed.copied / packed.tokens == pytest.approx(found.packed.copied / found.packed.unique)
 
 
+def test_the_device_of_the_plan_decides_what_fp8_runs(tmp_path: Path) -> None:
+    train = {"parallel": {}, "fp8": {"recipe": "mxfp8"}, "micro_batch_tokens": 8192}
+    shape = shape_of(tmp_path, SMOLLM2)
+    check_precision(config(train=train, plan={"compute_capability": 10.0}), shape)
+    check_precision(config(train=train, plan={"device": "cpu"}), shape)  # emulated
+    with pytest.raises(ValueError, match=r"got 9\.0"):
+        check_precision(config(train=train), shape)
+
+
 def test_virtual_stages_shorten_the_bubble(tmp_path: Path) -> None:
     """PP 8 x VPP 2: micro-batches in groups of 8, bubble 7 / (2 m + 7). 12 prompts over 2 ranks leave 4 of 16
     micro-batches empty."""
@@ -366,6 +375,18 @@ REFUSED = {
         SMOLLM2,
         {"train": {"parallel": {"tp": 2, "sequence_parallel": True, "cp": 2}}},
         "the nearest layout that can run is tp=3 pp=1 train.micro_batch_tokens=8196",  # of 3 * 2 * cp
+    ),
+    "FP8 recipe of the device": (
+        LLAMA_70B,
+        {"train": {"fp8": {"recipe": "mxfp8"}, "micro_batch_tokens": 8192}, "plan": {}},
+        "train.fp8.recipe: mxfp8 needs compute capability 10.0 or higher, below 12.0, got 9.0; "
+        "the nearest that runs is train.fp8.recipe=blockwise",
+    ),
+    "FP8 recipe of the model": (
+        SMOLLM2,  # 576 wide: 4.5 blocks
+        {"train": {"parallel": {}, "fp8": {"recipe": "blockwise"}, "micro_batch_tokens": 8192}},
+        "train.fp8.recipe: blockwise needs a rank's hidden size to be a multiple of 128, got 576; "
+        "the nearest that runs is train.fp8.recipe=tensorwise",
     ),
     "memory": (
         LLAMA_70B,
