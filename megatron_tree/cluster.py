@@ -55,14 +55,17 @@ def running_ray(address: str | None = None) -> Iterator[None]:
     for name, value in quiet.items():
         os.environ.setdefault(name, value)
     address = address or os.environ.get("RAY_ADDRESS")
+    host, _, port = (address or "").rpartition(":")
+    if port.isdigit() and "/" not in host and not _connects(host, int(port)):  # Ray would try for ten minutes
+        raise RunFailed(f"RAY_ADDRESS: no cluster answers at {address}")
     local = {} if address else {"include_dashboard": False, "num_cpus": max(os.cpu_count() or 1, 1)}
     # ray.init puts a handler of its own on SIGTERM, which aborts the process: nothing would be saved
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address or "local", logging_level=logging.ERROR, **local)
     except Exception as error:  # Ray raises the bare class where a node is too slow to start
-        where = f"RAY_ADDRESS: no cluster answers at {address}" if address else "Ray does not start here"
-        raise RunFailed(f"{where}: {' '.join(str(error).split())}") from error
+        verb = f"join the cluster at {address}" if address else "start"
+        raise RunFailed(f"Ray does not {verb}: {' '.join(str(error).split())}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
     try:
@@ -85,11 +88,12 @@ def _node(node: dict[str, Any]) -> Node:
 
 def _answers(node: dict[str, Any]) -> bool:
     """Ray itself notices a lost node only after many seconds."""
-    if not node["Alive"]:
-        return False
+    return node["Alive"] and _connects(node["NodeManagerAddress"], node["NodeManagerPort"])
+
+
+def _connects(host: str, port: int) -> bool:
     try:
-        address = node["NodeManagerAddress"], node["NodeManagerPort"]
-        socket.create_connection(address, timeout=ANSWER_TIMEOUT_S).close()
+        socket.create_connection((host, port), timeout=ANSWER_TIMEOUT_S).close()
     except OSError:
         return False
     return True
@@ -151,6 +155,7 @@ class Places:
             "num_cpus": 0,
             "num_gpus": 0,
             "max_restarts": 0,
+            # on the node, outside of the group: inside one vLLM would make Ray actors of its workers
             "scheduling_strategy": NodeAffinitySchedulingStrategy(spot.node.name, soft=False),
             "runtime_env": environment,
         }

@@ -1,7 +1,10 @@
-"""A story on a Ray cluster of several nodes in one process tree, told as JSON: `python -m tests.e2e.nodes`.
+"""Stories on a Ray cluster of several nodes in one process tree; the last line of stdout tells them as JSON.
 
-Placement, pool, trainer group and Ray are the program's own; ranks and engines are light stand-ins that say
-where they are. GPUs are claims that nobody checks. A process of its own, since one joins one cluster only.
+    python -m tests.e2e.nodes              ranks and engines are light stand-ins that say where they are
+    python -m tests.e2e.nodes CONFIG.yaml  a run with real ranks and prepared rollouts (`replay`)
+
+Placement, pool, trainer group and Ray are the program's own. GPUs are claims that nobody checks. A process of
+its own, since one joins one cluster only.
 """
 
 from __future__ import annotations
@@ -9,20 +12,26 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
-from megatron_tree import cluster
-from megatron_tree.config import Config
+from megatron_tree import cluster, loop
+from megatron_tree.config import Config, load
 from megatron_tree.engine.engine import EngineInfo
 from megatron_tree.placement import place
 from megatron_tree.train.group import RankSetup, TrainerGroup
 from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Update
+from tests.e2e.replay import ReplaySession
 
-A, B, C, D = (f"127.0.0.{last}" for last in (2, 3, 4, 5))
+A, B, C = (f"127.0.0.{last}" for last in (2, 3, 4))
+LONG = 1000  # tokens that take the engine on B for ever
+GPUS = {A: 2, B: 1, C: 3}
 
 
 def here() -> dict[str, str]:
@@ -52,7 +61,7 @@ class LightEngine:
         return EngineInfo(0, "cpu", "none", "fp32", 1, (), ())
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        if request.max_tokens > 1:
+        if request.max_tokens == LONG and here()["host"] == B:
             await asyncio.sleep(1000)
         where = np.frombuffer(json.dumps(here()).encode(), np.uint8).astype(np.int32)
         return GenerateResult(where, np.zeros(len(where), np.float32), "stop", 0, 0)
@@ -81,7 +90,7 @@ class Site:
         self._workers: dict[str, Any] = {}
 
     def add(self, host: str, num_gpus: int) -> None:
-        self._workers[host] = self._cluster.add_node(num_cpus=1, num_gpus=num_gpus, node_ip_address=host)
+        self._workers[host] = self._cluster.add_node(num_cpus=0, num_gpus=num_gpus, node_ip_address=host)
 
     def lose(self, host: str) -> None:
         """As if its power had gone: nobody says goodbye."""
@@ -110,8 +119,9 @@ class Run:
     async def ranks(self) -> list[str]:
         return [_shown(where) for where in await self.trainer._all("where")]
 
-    async def engine(self, route: str) -> str:
-        return _shown(json.loads(bytes((await self.pool(ask(route, 1))).token_ids.astype(np.uint8))))
+    async def engine(self, route: str, max_tokens: int = 1) -> str:
+        request = GenerateRequest(route, np.array([1], np.int32), max_tokens, 0, 1.0, 1.0, (), route)
+        return _shown(json.loads(bytes((await self.pool(request)).token_ids.astype(np.uint8))))
 
     async def bound(self) -> str:
         return (await self.trainer._all("bind", ranks=[0]))[0][0]
@@ -119,10 +129,6 @@ class Run:
     async def stop(self) -> None:
         await self.trainer.kill()
         await self.pool.stop()
-
-
-def ask(route: str, max_tokens: int) -> GenerateRequest:
-    return GenerateRequest(route, np.array([1], np.int32), max_tokens, 0, 1.0, 1.0, (), route)
 
 
 def _shown(where: dict[str, str]) -> str:
@@ -138,28 +144,26 @@ async def said(work: Any) -> str:
 
 
 async def story(site: Site) -> dict[str, Any]:
-    """Ranks on one node and an engine on another; first the engine's is lost, then that of the ranks."""
+    """Ranks on one node and an engine on another; first the node of the ranks is lost, then the engine's."""
     told: dict[str, Any] = {"refused": await said(_place(config(count=2)))}
     run = Run(config())
     await run.start()
     told |= {"ranks": await run.ranks(), "bound": await run.bound(), "engine": await run.engine("a")}
     told["held"] = await said(_place(config()))
-    waiting = asyncio.create_task(said(run.pool(ask("a", 9))))
-    await asyncio.sleep(0.1)
-    site.add(C, 1)
-    site.lose(B)
-    told["moved_engine"] = await run.engine("b")
-    waiting.cancel()  # the new one would not answer it either
-    told["restarts"] = run.pool.metrics()["engine/restarts"].value
     hanging = asyncio.create_task(said(run.trainer._all("hang")))
     await asyncio.sleep(0.1)
     site.lose(A)
     told["lost_ranks"] = await hanging
     await run.trainer.kill()
     told["no_place"] = await said(run.trainer.start("weights"))
-    site.add(D, 2)
+    site.add(C, GPUS[C])
     await run.trainer.start("weights")
     told["moved_ranks"] = await run.ranks()
+    waiting = asyncio.create_task(run.engine("b", max_tokens=LONG))
+    await asyncio.sleep(0.1)
+    site.lose(B)
+    told["moved_engine"] = await waiting
+    told["restarts"] = run.pool.metrics()["engine/restarts"].value
     await run.stop()
     return told
 
@@ -168,18 +172,46 @@ async def _place(settings: Config) -> None:
     Run(settings)
 
 
-def main() -> None:
+class Losing(ReplaySession):
+    """Loses the node of its ranks once two iterations are done."""
+
+    site: Site
+
+    async def publish(self) -> None:
+        await super().publish()
+        if self.version == 3:
+            self.site.lose(A)
+
+
+def run(config_path: str) -> dict[str, object]:
+    async def until_done(site: Site) -> dict[str, object]:
+        session = Losing(load(config_path))
+        session.site = site
+        async with session as entered:
+            return await loop.train(entered)
+
+    with on_site(A, C) as site:
+        os.environ["RAY_ADDRESS"] = site.address
+        return asyncio.run(until_done(site))
+
+
+def light() -> dict[str, Any]:
     cluster._RankActor, cluster.Engine = LightRank, LightEngine  # type: ignore[assignment,misc]
     cluster.RESERVE_TIMEOUT_S = 2.0
+    with on_site(A, B) as site, cluster.running_ray(site.address):
+        return asyncio.run(story(site))
+
+
+@contextmanager
+def on_site(*hosts: str) -> Iterator[Site]:
     site = Site()
     try:
-        site.add(A, 2)
-        site.add(B, 1)
-        with cluster.running_ray(site.address):
-            print(json.dumps(asyncio.run(story(site))))
+        for host in hosts:
+            site.add(host, GPUS[host])
+        yield site
     finally:
         site.close()
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run(sys.argv[1]) if sys.argv[1:] else light()))
