@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -169,13 +169,12 @@ class Places:
     def _living(self, find: Callable[[], Spot], what: str, width: int) -> Spot:
         with self._lock:
             lost = find().node
-            if _is_there(lost):
-                return find()
-            alive = nodes()
-            self._placement = moved(self._placement, alive, self._layout)
-            if find().node not in alive:
-                gpus = f"has {width} GPUs free" if width else "is there"
-                raise RunFailed(f"cluster: node {lost.host} is lost, and no other {gpus} for {what}")
+            if not _is_there(lost):
+                alive = nodes()
+                self._placement = moved(self._placement, alive, self._layout)
+                if find().node not in alive:
+                    gpus = f"has {width} GPUs free" if width else "is there"
+                    raise RunFailed(f"cluster: node {lost.host} is lost, and no other {gpus} for {what}")
             self._reserve()
             return find()
 
@@ -205,7 +204,12 @@ class Places:
             # a lambda travels by value: the worker need not import this package
             ask = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
             found.append(ask.options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=inside).remote())
-        for (node, gpus), ids in zip(wanted.items(), ray.get(found), strict=True):
+        try:
+            numbers = ray.get(found, timeout=RESERVE_TIMEOUT_S)
+        except (GetTimeoutError, *LOST) as error:
+            hosts = ", ".join(node.host for node in wanted)
+            raise RunFailed(f"cluster: no process starts on {hosts}: {str(error).splitlines()[0]}") from error
+        for (node, gpus), ids in zip(wanted.items(), numbers, strict=True):
             self._gpu_ids |= {(node, gpu): str(number) for gpu, number in zip(gpus, ids, strict=True)}
 
 

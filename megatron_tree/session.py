@@ -107,6 +107,7 @@ class Session:
         if self.rolls_out:
             self.engine = self._engine(places)
             self.pool = cluster.engine_pool(self.config.model.path, self.engine, places)
+            self.pool.say = self.progress.say
             later(self.pool.stop)
             # engines start while the trainer starts and warms up
             self._pool_start = asyncio.ensure_future(self.pool.start())

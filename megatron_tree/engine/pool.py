@@ -90,6 +90,7 @@ class EnginePool:
     config: EngineConfig
     spawn: Callable[[int], EngineHandle]
     feed: Feed | None = None
+    say: Callable[[str], None] = lambda _: None  # tells the user
     _slots: list[_Slot] = field(default_factory=list)
     _routes: dict[str, _Slot] = field(default_factory=dict)
     _current: Update | None = None
@@ -247,6 +248,8 @@ class EnginePool:
                         return
                     slot.num_restarts += 1
                     self._counters.restarts += 1
+                    tried = f"{slot.num_restarts} of {self.config.max_restarts}"
+                    self.say(f"{failed}; restarting engine {slot.index} ({tried})")
                     slot.handle = self.spawn(slot.index)
                 try:
                     await self._start(slot, self._current)
@@ -262,6 +265,7 @@ class EnginePool:
             self._changed.set()
 
     async def _start(self, slot: _Slot, update: Update | None) -> None:
+        """The process, then the current version: it reads it as it starts, or the trainers send it."""
         slot.version, slot.behind = None, False
         start = slot.handle.start(None if self.feed is not None else update)
         await _within(self.config.start_timeout_s, "engine.start_timeout_s", start)

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from megatron_tree.config import Config
 from megatron_tree.placement import Node, Placement, Spot, moved, place
@@ -240,3 +241,12 @@ def test_on_a_cpu_everything_follows_the_driver() -> None:
 @pytest.mark.parametrize(("sizes", "hosts"), [((4,), 1), ((2, 2), 2)])
 def test_hosts_that_are_used(sizes: tuple[int, ...], hosts: int) -> None:
     assert len(place(config(parallel={"tp": 2}), nodes(*sizes, 0)).hosts) == hosts
+
+
+def test_colocated_engines_cannot_grow_ahead() -> None:
+    settings = config("colocated", parallel={"tp": 1}).model_dump()
+    settings["rollout"]["async_depth"], settings["algo"]["importance_cap"] = 1, 2.0
+    with pytest.raises(
+        ValidationError, match=r"rollout\.async_depth: must be 0 with cluster\.placement coloc"
+    ):
+        Config.model_validate(settings)

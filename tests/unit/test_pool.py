@@ -219,11 +219,13 @@ def test_an_accepted_update_reaches_every_engine(faults: dict[str, list[str]], s
 def test_restarts_are_bounded() -> None:
     async def story() -> None:
         factory = Factory(*({"generate": ["die"]} for _ in range(9)))
-        pool = pool_of(factory, 1)
+        pool, said = pool_of(factory, 1), []
+        pool.say = said.append
         await pool.start()
-        with pytest.raises(EngineDied, match="given up after 2 restarts"):
+        with pytest.raises(EngineDied, match="engine 0 is given up after 2 restarts"):
             await pool(request(1))
         assert len(factory.made) == 3
+        assert said == [f"generate of engine 0; restarting engine 0 ({n} of 2)" for n in (1, 2)]
 
     run(story())
 
