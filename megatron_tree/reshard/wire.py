@@ -28,8 +28,8 @@ from megatron_tree.types import Stream
 
 
 class Wire:
-    """A process group of its own, beside the processes' default ones. Rank 0 sends. `broadcast` and
-    `destroy` are what vLLM's receiver calls of its communicator."""
+    """A process group of its own, beside the processes' default ones. Rank 0 sends. `broadcast` is what
+    vLLM's receiver calls of its communicator."""
 
     def __init__(self, store: dist.Store, name: str, rank: int, size: int, timeout: timedelta) -> None:
         store = dist.PrefixStore(name, store)
@@ -49,9 +49,6 @@ class Wire:
     def broadcast(self, tensor: Tensor, src: int, stream: object = None) -> None:
         assert src == 0, "rank 0 sends"
         self.post(tensor).wait()
-
-    def destroy(self) -> None:
-        del self._group
 
 
 class Sender:

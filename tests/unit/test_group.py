@@ -12,6 +12,7 @@ from megatron_tree.config import TrainConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.metrics import Mean
 from megatron_tree.train.group import RankDied, StepResult, TrainerFailed, TrainerGroup, Transport
+from megatron_tree.types import Update
 
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)  # ranks 4 and 6 report: last stage, tp 0, dp 0 and 1
 
@@ -111,3 +112,41 @@ def test_kill_reaches_every_rank() -> None:
     group, made = _group({})
     asyncio.run(group.kill())
     assert all(rank.killed for rank in made)
+
+
+def test_a_version_is_sent_between_other_calls_and_only_by_those_who_keep_it() -> None:
+    """A send that is asked for during a step comes after it, before what is asked for later; the engines
+    begin to load when the ranks begin to send. What is kept goes with the next version and with a failure."""
+    told: list[str] = []
+
+    class Telling(FakeRank):
+        async def call(self, method: str, *args: Any) -> Any:
+            if self.rank == 0:
+                told.append(method)
+            await asyncio.sleep(0.01)
+            return await super().call(method, *args)
+
+    async def receive() -> None:
+        told.append("receive")
+
+    async def story() -> None:
+        group, _ = _group(behaviour := {})
+        group._ranks = [Telling(rank, behaviour) for rank in LAYOUT.ranks()]
+        await group.keep(1, "fp32", 1, 1.0)
+        step = asyncio.create_task(group._all("step"))
+        await asyncio.sleep(0)
+        sending = asyncio.create_task(group.send(Update("", 1, ()), ["0.0"], receive))
+        await asyncio.sleep(0)
+        await asyncio.gather(step, sending, group.keep(2, "fp32", 1, 1.0))
+        assert told[:2] + told[4:] == ["keep_version", "step", "keep_version"]
+        assert set(told[2:4]) == {"send_version", "receive"}  # together
+        with pytest.raises(TrainerFailed, match="version 1 is not kept any more"):
+            await group.send(Update("", 1, ()), ["0.0"], receive)
+        assert group.keeps(2)
+        behaviour[3] = RankDied("gone")
+        with pytest.raises(TrainerFailed, match="step: rank 3 failed"):
+            await group._all("step")
+        assert not group.keeps(2)
+        assert told.count("receive") == 1
+
+    asyncio.run(story())
