@@ -135,7 +135,8 @@ class Places:
         return [node.host for node, there in zip(nodes, seen, strict=True) if not there]
 
     def rank(self, rank: int) -> Spot:
-        return self._living(lambda: self._placement.ranks[rank], f"trainer rank {rank}", self._layout.tp)
+        width = self._layout.tp * len(self._placement.ranks[rank].gpus)  # ranks move with their group
+        return self._living(lambda: self._placement.ranks[rank], f"trainer rank {rank}", width)
 
     def engine(self, index: int) -> Spot:
         width = len(self._placement.engines[index].gpus)
