@@ -44,6 +44,12 @@ class Kernels:
     attention: Choice
 
 
+NORMS = {
+    "te": Choice("te", "with its linear layers"),
+    "ours": Choice("ours", "Megatron-Core's own refuses sequence parallelism"),
+}
+
+
 def of(setup: RankSetup) -> Kernels:
     """The choices of a rank of this process."""
     return choose(setup.kernels, setup.attention, setup.dtype, setup.fp8, here())
@@ -61,7 +67,7 @@ def choose(
     linear = _linear(wanted.layers, fp8, device)
     return Kernels(
         linear=linear,
-        norm=Choice("te", "with its linear layers") if linear.name == "te" else Choice("ours", linear.why),
+        norm=NORMS["te" if linear.name == "te" else "ours"],
         optimizer=_optimizer(wanted.optimizer, device),
         weight_gradients=_weight_gradients(wanted.weight_gradients, device),
         attention=Choice(*backend),
@@ -89,20 +95,15 @@ def _linear(wanted: str, fp8: Fp8Config | None, device: Device) -> Choice:
 
 
 def _optimizer(wanted: str, device: Device) -> Choice:
-    fused = "te" if device.transformer_engine else "apex" if device.apex else None
-    if not device.is_gpu:
-        fused, lacks = None, "no GPU"
-    else:
-        lacks = "neither Transformer Engine nor NVIDIA's Apex imports"
-    if wanted == "torch":
-        return Choice("ours", "set by train.kernels.optimizer")
-    if fused is not None:
-        return Choice(
-            fused, "a GPU is here and it imports" if wanted == "auto" else "set by train.kernels.optimizer"
-        )
-    if wanted == "fused":
+    """Megatron-Core takes Transformer Engine's before Apex's."""
+    fused = "te" if device.transformer_engine else "apex"
+    possible = device.is_gpu and (device.transformer_engine or device.apex)
+    lacks = "neither Transformer Engine nor NVIDIA's Apex imports" if device.is_gpu else "no GPU"
+    if wanted == "fused" and not possible:
         raise ValueError(f"train.kernels.optimizer: must be auto or torch here ({lacks}), got fused")
-    return Choice("ours", lacks)
+    if wanted != "auto":
+        return Choice("ours" if wanted == "torch" else fused, "set by train.kernels.optimizer")
+    return Choice(fused, "a GPU is here and it imports") if possible else Choice("ours", lacks)
 
 
 def _weight_gradients(wanted: str, device: Device) -> Choice:
