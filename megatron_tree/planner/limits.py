@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_tree.config import Config, ParallelConfig
+from megatron_tree.engine import on_gpu
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.placement import Node, place
 from megatron_tree.planner.activations import BYTES
@@ -61,11 +62,14 @@ def check_layout(config: Config, shape: ModelShape) -> None:
 
 def check_precision(config: Config, shape: ModelShape) -> None:
     """The recipe of train.fp8 fits the plan's device, which has what the image has, the model and the
-    layout."""
+    layout; engine.quantization fits the device."""
     major, _, minor = f"{config.plan.compute_capability:.1f}".partition(".")
-    gpu = Device((int(major), int(minor)), transformer_engine=True)
+    capability = int(major), int(minor)
+    gpu = Device(capability, transformer_engine=True)
     device = gpu if config.plan.device == "gpu" else Device(None)
     precision.check(config.train.fp8, device, shape, config.train.parallel.layout)
+    if config.plan.device == "gpu":
+        on_gpu.check_capability(config.engine, capability)
 
 
 def check_devices(config: Config) -> None:

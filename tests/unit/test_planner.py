@@ -321,6 +321,12 @@ def test_the_device_of_the_plan_decides_what_fp8_runs(tmp_path: Path) -> None:
     check_precision(config(train=train, plan={"device": "cpu"}), shape)  # emulated
     with pytest.raises(ValueError, match=r"got 9\.0"):
         check_precision(config(train=train), shape)
+    engine = {"quantization": "fp8"}
+    for plan in ({"compute_capability": 8.9}, {"compute_capability": 8.0, "device": "cpu"}):
+        check_precision(config(engine=engine, plan=plan), shape)
+    needs = r"^engine\.quantization: fp8 needs a GPU of compute capability 8\.9 or above, got 8\.0$"
+    with pytest.raises(ValueError, match=needs):
+        check_precision(config(engine=engine, plan={"compute_capability": 8.0}), shape)
 
 
 def test_virtual_stages_shorten_the_bubble(tmp_path: Path) -> None:
