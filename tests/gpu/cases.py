@@ -6,6 +6,7 @@ the cases of Transformer Engine and vLLM are skipped.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import math
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_tree.algo.batch import PackingSpec, scoring_batch
-from megatron_tree.config import Fp8Config, OptimizerConfig, ParallelConfig
+from megatron_tree.config import EngineConfig, Fp8Config, OptimizerConfig, ParallelConfig
 from megatron_tree.reshard import digest, image
 from megatron_tree.train import backends
 from megatron_tree.train.backends import BACKENDS, Attend
@@ -261,19 +262,30 @@ def fp8_training(recipe: str, bench: Bench) -> Figures:
 def fp8_engine(bench: Bench) -> Figures:
     """An FP8 engine takes two versions; its log-probs beside those of transformers with the same rounding."""
     _needs("vllm", "vLLM", bench)
-    from megatron_tree.cluster import running_ray
-    from tests.e2e.engines import serving
-    from tests.e2e.rounding import NEARER, mean_gaps
+    return engine_in_fp8(bench.folder / "served")
 
+
+def engine_in_fp8(folder: Path) -> Figures:
+    """In this process, without Ray."""
+    from megatron_tree.engine.engine import Engine
+    from tests.e2e.engines import Served
+    from tests.e2e.rounding import NEARER, mean_gaps
+    from tests.tiny_models import make_model
+
+    model = make_model(folder, seed=7, dtype=torch.bfloat16)
+    config = EngineConfig(quantization="fp8", max_model_len=512, kv_cache_gib=0.1, gpu_memory_utilization=0.3)
     gaps = []
-    with (
-        running_ray(),
-        serving(bench.folder / "served", family="qwen2", quantization="fp8", tied=True, tp=1) as served,
-    ):
+    with asyncio.Runner() as loop:
+        engine = Engine(str(folder), config)
+        loop.run(engine.start())
+        served = Served(loop, folder, model, engine.generate, [engine])  # type: ignore[arg-type,list-item]
         for version in range(3):
             if version:
-                served.loop.run(served.pool.update(served.publish()))
+                update = served.publish()
+                loop.run(engine.check(update))
+                loop.run(engine.update(update))
             gaps.append(mean_gaps(served, f"v{version}"))
+        loop.run(engine.stop())
     return {
         "mean_logprob_gaps": {"same_rounding": [a for a, _ in gaps], "no_rounding": [b for _, b in gaps]},
         "holds": {"rounds_alike": all(same < NEARER * plain for same, plain in gaps)},
