@@ -173,6 +173,20 @@ def test_killed_stopped_and_resumed_is_the_same(world: Path, whole: tuple[Path, 
     assert _trees(run) == _trees(whole[0])
 
 
+@pytest.mark.full
+def test_a_streamed_run_whose_sender_dies_is_the_same(world: Path, whole: tuple[Path, dict]) -> None:
+    """No image: the trainers send every version. A rank dies while it sends version 3; other trainers go on
+    from the checkpoint and publish to the engine that had got half of it."""
+    run = world / "streamed"
+    config = _config(world, run, engine={"transport": "stream"})
+    code, _ = (command := Command("train", config, module="tests.e2e.faulty")).finish()
+    assert code == 0, "".join(command.seen)
+    assert sum("send_version: rank 3 failed: RankDied" in line for line in command.seen) == 1
+    assert not list(Path("/dev/shm").glob(f"megatron-tree-{RunFolder(load(config)).run_id}*"))
+    assert _metrics(run) == _metrics(whole[0])
+    assert _trees(run) == _trees(whole[0])
+
+
 def test_untied_model_with_tensor_parallel_engines(world: Path) -> None:
     """An untied Llama, engine TP 2, trainer PP 2 x DP 2: published weights arrive whole, twice."""
     run = world / "untied"
