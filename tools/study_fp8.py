@@ -54,8 +54,7 @@ def train(folder: Path, run: Path, seed: int, fp8: str, before: Sequence[str], m
     if not (folder / "model" / "config.json").exists():
         prepare(folder, seed, FFN)
     command = [*before, sys.executable, "-m", "megatron_tree.cli", "train", str(CONFIG)]
-    command += [*overrides(folder, run, seed, fp8), *more]
-    command += ["--resume"] if (run / "checkpoints").exists() or (run / "reference").exists() else []
+    command += [*overrides(folder, run, seed, fp8), *more, "--resume"]
     print(shlex.join(command), file=sys.stderr, flush=True)
     run.parent.mkdir(parents=True, exist_ok=True)
     with run.with_suffix(".log").open("a") as log:
