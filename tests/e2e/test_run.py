@@ -174,6 +174,18 @@ def test_killed_stopped_and_resumed_is_the_same(world: Path, whole: tuple[Path, 
 
 
 @pytest.mark.full
+def test_a_colocated_run_is_the_same(world: Path, whole: tuple[Path, dict]) -> None:
+    """Engines sleep while ranks train, ranks release what they need only to train: also around checkpoints
+    and the evaluation at the end. On a CPU the engines keep their memory, which is said once."""
+    run = world / "colocated"
+    config = _config(world, run, cluster={"placement": "colocated"})
+    code, _ = (command := Command("train", config)).finish()
+    assert code == 0, "".join(command.seen)
+    assert sum("colocated on a CPU" in line for line in command.seen) == 1
+    assert _metrics(run) == _metrics(whole[0])
+
+
+@pytest.mark.full
 def test_a_streamed_run_whose_sender_dies_is_the_same(world: Path, whole: tuple[Path, dict]) -> None:
     """No image: the trainers send every version. A rank dies while it sends version 3; other trainers go on
     from the checkpoint and publish to the engine that had got half of it."""
