@@ -124,7 +124,8 @@ def test_a_converted_checkpoint_is_as_ranks_save_it(results: dict, case: str) ->
     saved = formats.read_metadata(root / case / "saved").state_dict_metadata
     theirs = {key: entry for key, entry in saved.items() if not key.startswith("optimizer.")}
     assert len(saved) > len(theirs)
-    assert ours.keys() == theirs.keys()
+    # Megatron-LM's own loader asks for the extra states of layers; our ranks, whatever their layers, do not
+    assert {key for key in ours if "._extra_state/" not in key} == theirs.keys()
     for key, entry in theirs.items():
         if hasattr(entry, "size"):
             if not case.endswith("tp1pp1"):
