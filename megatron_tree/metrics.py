@@ -147,6 +147,7 @@ class RunLog:
 
     def tree(self, step: int, record: dict[str, object]) -> None:
         self._trees.write(json.dumps({"step": step, **record}, ensure_ascii=False) + "\n")
+        self._trees.flush()  # a kill must not take lines of an iteration that a checkpoint counts as done
 
     def close(self) -> None:
         self._close_files()
