@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import ray
@@ -149,7 +150,8 @@ async def story(site: Site) -> dict[str, Any]:
     run = Run(config())
     await run.start()
     told |= {"ranks": await run.ranks(), "bound": await run.bound(), "engine": await run.engine("a")}
-    told["held"] = await said(_place(config()))
+    with patch.object(cluster, "RESERVE_TIMEOUT_S", 2.0):
+        told["held"] = await said(_place(config()))
     hanging = asyncio.create_task(said(run.trainer._all("hang")))
     await asyncio.sleep(0.1)
     site.lose(A)
@@ -197,7 +199,6 @@ def run(config_path: str) -> dict[str, object]:
 
 def light() -> dict[str, Any]:
     cluster._RankActor, cluster.Engine = LightRank, LightEngine  # type: ignore[assignment,misc]
-    cluster.RESERVE_TIMEOUT_S = 2.0
     with on_site(A, B) as site, cluster.running_ray(site.address):
         return asyncio.run(story(site))
 
