@@ -25,11 +25,11 @@ from tests.e2e.rounding import NEARER, linear, mean_gaps
 from tests.tiny_models import make_model
 
 
+@torch._dynamo.config.patch(disable=True)  # as in an engine on a CPU
 def test_a_layer_is_rounded_anew_in_every_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """q, k and v have 8, 4 and 4 rows of 32; products of E4M3 numbers are exact in fp32, so that only their
     sums and the last rounding to bf16 may differ."""
     make_model(tmp_path, num_layers=1, dtype=torch.bfloat16)
-    monkeypatch.setattr("torch._dynamo.config.disable", True)  # as in an engine on a CPU
     for module in (vllm_linear, parameter):
         monkeypatch.setattr(module, "get_tensor_model_parallel_rank", lambda: 0)
         monkeypatch.setattr(module, "get_tensor_model_parallel_world_size", lambda: 1)
