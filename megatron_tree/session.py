@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
-
-import numpy as np
 
 from megatron_tree import cluster, evaluate
 from megatron_tree.algo import batch as batching
 from megatron_tree.algo.packing import scatter
 from megatron_tree.config import Config, EngineConfig, RolloutConfig
-from megatron_tree.data.demonstrations import load_demonstrations
+from megatron_tree.data.demonstrations import batch_of, load_demonstrations
 from megatron_tree.data.prompts import PromptOrder, load_prompts
 from megatron_tree.metrics import Metrics, RunLog, Sum, mean, merge
 from megatron_tree.placement import place
@@ -115,7 +112,7 @@ class Session:
             if self.trains:
                 later(self.trees.drop, 0)
         if self.trains:
-            transport = cluster.trainer_transport(self._rank_setup(), places)
+            transport = cluster.trainer_transport(RankSetup.of(self.config), places)
             self.trainer = TrainerGroup(self.layout, self.config.train, transport)
             later(self._stop_trainer)
             if self.rolls_out and self.engine.transport == "stream":
@@ -197,7 +194,9 @@ class Session:
         with self.progress.phase("warm-up"):
             for step in range(sft.steps):
                 self.stopping.check()
-                batch, packing = batching.sft_batch(self._demonstrations_of(step), self.spec)
+                batch, packing = batching.sft_batch(
+                    batch_of(self.demonstrations, sft.batch_size, self.config.run.seed, step), self.spec
+                )
                 result = await self._step(batch, packing, "sft")
                 loss = result.metrics["sft/nll"].value
                 self.progress.detail(f"step {step + 1}/{sft.steps}  loss {loss:.4f}")
@@ -452,30 +451,6 @@ class Session:
             encode=self.tokens.encode,
             max_prompt_tokens=self.config.data.max_prompt_tokens,
             max_path_tokens=self.config.rollout.max_path_tokens,
-        )
-
-    def _demonstrations_of(self, step: int) -> list[Tree]:
-        """Batches of a seeded order, epoch after epoch, without the order's remainder."""
-        assert self.config.sft is not None
-        size = min(self.config.sft.batch_size, len(self.demonstrations))
-        epoch, place = divmod(step, len(self.demonstrations) // size)
-        order = np.random.default_rng([self.config.run.seed, epoch]).permutation(len(self.demonstrations))
-        return [self.demonstrations[i] for i in order[place * size : (place + 1) * size]]
-
-    def _rank_setup(self) -> RankSetup:
-        config = self.config
-        return RankSetup(
-            model_path=config.model.path,
-            parallel=config.train.parallel,
-            dtype=config.model.dtype,
-            temperature=config.rollout.temperature,
-            algo=config.algo,
-            collective_timeout_s=config.train.collective_timeout_s,
-            num_threads=max(1, (os.cpu_count() or 1) // self.layout.world_size),
-            recompute=config.train.recompute,
-            fp8=config.train.fp8,
-            kernels=config.train.kernels,
-            attention=config.train.attention,
         )
 
     @property

@@ -45,6 +45,14 @@ def load_demonstrations(
     return trees
 
 
+def batch_of(demonstrations: Sequence[Tree], size: int, seed: int, step: int) -> list[Tree]:
+    """Of step `step`: batches of a seeded order, epoch after epoch, without the order's remainder."""
+    size = min(size, len(demonstrations))
+    epoch, place = divmod(step, len(demonstrations) // size)
+    order = np.random.default_rng([seed, epoch]).permutation(len(demonstrations))
+    return [demonstrations[i] for i in order[place * size : (place + 1) * size]]
+
+
 def _turns(turns: object, where: str, encode: Encode) -> list[Node]:
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: turns: must be a list of {{action, observation}}, got {short(turns)}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -19,6 +20,7 @@ import numpy as np
 from megatron_tree.algo import context
 from megatron_tree.config import (
     AlgoConfig,
+    Config,
     Fp8Config,
     KernelsConfig,
     OptimizerConfig,
@@ -58,6 +60,23 @@ class RankSetup:
     attention: Literal["auto", "node", "flex", "varlen"] = "auto"
     fp8: Fp8Config | None = None
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
+
+    @classmethod
+    def of(cls, config: Config) -> RankSetup:
+        train = config.train
+        return cls(
+            model_path=config.model.path,
+            parallel=train.parallel,
+            dtype=config.model.dtype,
+            temperature=config.rollout.temperature,
+            algo=config.algo,
+            collective_timeout_s=train.collective_timeout_s,
+            num_threads=max(1, (os.cpu_count() or 1) // train.parallel.layout.world_size),
+            recompute=train.recompute,
+            fp8=train.fp8,
+            kernels=train.kernels,
+            attention=train.attention,
+        )
 
     @property
     def layout(self) -> ParallelLayout:

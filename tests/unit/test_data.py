@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_tree.data.demonstrations import load_demonstrations
+from megatron_tree.data.demonstrations import batch_of, load_demonstrations
 from megatron_tree.data.prompts import PromptOrder, PromptSet, load_prompts
-from megatron_tree.types import IntArray, Row
+from megatron_tree.types import IntArray, Row, Tree
 from tests.unit.rollout_fakes import Letters
 
 
@@ -270,3 +270,17 @@ def test_a_bad_demonstration_names_file_and_line(tmp_path: Path, change: dict, m
     file = jsonl(tmp_path / "d.jsonl", DEMO, {**DEMO, **change})
     with pytest.raises(ValueError, match=rf"^{file}:2: {message}"):
         demonstrate(file)
+
+
+def test_batches_of_demonstrations_are_epochs_without_their_remainder() -> None:
+    """Seven in twos: three batches of six different ones, then another order; the same for the same seed."""
+    trees = [Tree(str(i), 0, [], []) for i in range(7)]
+
+    def drawn(step: int, seed: int = 3) -> list[str]:
+        return [tree.group_id for tree in batch_of(trees, 2, seed, step)]
+
+    first, second = ([name for step in steps for name in drawn(step)] for steps in ((0, 1, 2), (3, 4, 5)))
+    assert len(set(first)) == len(set(second)) == 6
+    assert first != second
+    assert drawn(4) == drawn(4) != drawn(4, seed=4)
+    assert len(batch_of(trees, 64, 3, 5)) == 7  # a batch holds all at most
