@@ -64,6 +64,7 @@ def take(*turns: str, shared: bool = True) -> list[str]:
 
 TRAIN = ["sleep 2", "take back"]
 PUBLISH = ["release", "wake weights", "update"]
+SAVE = ["sleep 1", "take back", "release", "wake weights", "wake kv_cache"]  # and generate again
 
 
 @pytest.mark.parametrize(
@@ -77,30 +78,12 @@ PUBLISH = ["release", "wake weights", "update"]
         # a checkpoint between two iterations: engines keep their weights, for none are published
         (
             ["train", "publish", "generate", "save", "generate"],
-            [
-                *TRAIN,
-                *PUBLISH,
-                "wake kv_cache",
-                "sleep 1",
-                "take back",
-                "release",
-                "wake weights",
-                "wake kv_cache",
-            ],
+            [*TRAIN, *PUBLISH, "wake kv_cache", *SAVE],
         ),
         # a checkpoint right after the publish: vLLM falls asleep from wholly awake only
         (
             ["train", "publish", "save", "generate"],
-            [
-                *TRAIN,
-                *PUBLISH,
-                "wake kv_cache",
-                "sleep 1",
-                "take back",
-                "release",
-                "wake weights",
-                "wake kv_cache",
-            ],
+            [*TRAIN, *PUBLISH, "wake kv_cache", *SAVE],
         ),
         # the trainer failed after the engines woke: a new group trains, and publishes again
         (
