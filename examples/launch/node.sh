@@ -19,6 +19,7 @@
 set -euo pipefail
 
 address=${MEGATRON_TREE_HEAD:-127.0.0.1:6379}
+nodes=${MEGATRON_TREE_NODES:-1}
 timeout_s=${MEGATRON_TREE_JOIN_TIMEOUT_S:-600}
 here=$(dirname "${BASH_SOURCE[0]}")
 ray=  # process id of `ray start --block`, also below
@@ -34,6 +35,11 @@ else
 fi
 
 say() { echo "node.sh: $*" >&2; }
+
+refuse() { # what, rule, value
+  say "$1: must be $2, got '$3'"
+  exit 2
+}
 
 start_ray() { # arguments of `ray start`
   local more
@@ -83,13 +89,14 @@ run() {
 }
 
 run_head() {
+  [[ -f ${1:-} ]] || refuse CONFIG "a file" "${1:-}" # Ray would start first, and wait for the other nodes
   trap 'stop_program signal' TERM INT
   trap stop_ray EXIT
   ! head_is_up || { say "$address is in use already" && return 1; }
   say "Ray's head at $address"
   start_ray --head --node-ip-address="${address%:*}" --port="${address##*:}" --include-dashboard=false
   export RAY_ADDRESS=$address
-  run python "$here/wait_for_nodes.py" "${MEGATRON_TREE_NODES:-1}" "$timeout_s" || return
+  run python "$here/wait_for_nodes.py" "$nodes" "$timeout_s" || return
   run megatron-tree train "$@" --resume
 }
 
@@ -114,9 +121,12 @@ run_worker() {
   [[ -n $joined || -n $stopping ]] || { say "no head at $address within $timeout_s s" && return 1; }
 }
 
+[[ $address =~ ^.+:[0-9]+$ ]] || refuse MEGATRON_TREE_HEAD host:port "$address"
+[[ $nodes =~ ^[1-9][0-9]*$ ]] || refuse MEGATRON_TREE_NODES "a number from 1 up" "$nodes"
+[[ $timeout_s =~ ^[1-9][0-9]*$ ]] || refuse MEGATRON_TREE_JOIN_TIMEOUT_S "seconds, a whole number" "$timeout_s"
 case ${1:-} in
   head) shift && run_head "$@" ;;
   worker) run_worker ;;
   hold) hold ;;
-  *) say "first argument: must be head, worker or hold, got '${1:-}'" && exit 2 ;;
+  *) refuse "first argument" "head, worker or hold" "${1:-}" ;;
 esac

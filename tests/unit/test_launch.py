@@ -64,6 +64,8 @@ def test_pods_have_shared_memory_and_time_to_save(manifest: dict[str, Any]) -> N
         environment = {variable["name"]: variable["value"] for variable in container["env"]}
         waits = int(environment["RAY_JOB_STOP_WAIT_TIME_S"])
         assert template["spec"]["terminationGracePeriodSeconds"] > waits
+    # KubeRay's GetWorkerGroupDesiredReplicas keeps replicas between them: more would not come
+    assert not {"minReplicas", "maxReplicas"} & spec["rayClusterSpec"]["workerGroupSpecs"][0].keys()
     head = pods(manifest)[0]["spec"]["containers"][0]
     assert head["lifecycle"]["preStop"]["exec"]["command"] == ["ray", "job", "stop", spec["jobId"]]
 
@@ -73,33 +75,63 @@ def test_docker_is_asked_for_shared_memory_and_a_graceful_stop(tmp_path: Path) -
     docker = tmp_path / "docker"
     docker.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     docker.chmod(0o755)
+    (tmp_path / "data").mkdir()
     environment = os.environ | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "MEGATRON_TREE_DATA": "data",
         "MEGATRON_TREE_SHM": "48g",
         "MEGATRON_TREE_LOGS": str(tmp_path / "logs"),
         "MEGATRON_TREE_HEAD": "10.0.0.1:6379",
+        "MEGATRON_TREE_DOCKER_ARGS": "--env WANDB_API_KEY --shm-size=1g",
         "RAY_AUTH_TOKEN": "secret",
     }
-    start = [str(LAUNCH / "docker" / "start.sh")]
-    done = subprocess.run(
-        [*start, "head", "a.yaml", "b.c=1"], env=environment, capture_output=True, text=True, check=True
-    )
+    start = [str(LAUNCH / "docker" / "start.sh"), "head", "a.yaml", "b.c=1"]
+    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
     options = dict(pairwise(words))
+    volumes = [words[i + 1] for i, w in enumerate(words) if w == "--volume"]
+    assert volumes == [f"{tmp_path}/data:/data", f"{tmp_path}/logs:/tmp/ray"]
+    assert (tmp_path / "logs").stat().st_mode & 0o7777 == 0o1777  # another user's Ray writes there
     assert (options["--shm-size"], options["--gpus"], options["--network"]) == ("48g", "all", "host")
     assert options["--restart"].startswith("on-failure")
     assert int(options["--stop-timeout"]) >= 600
     assert [words[i + 1] for i, w in enumerate(words) if w == "--env"] == [
         "MEGATRON_TREE_HEAD",
         "RAY_AUTH_TOKEN",
+        "WANDB_API_KEY",
     ]
+    assert words[-6:-4] == ["--shm-size=1g", "megatron-tree"]
     assert words[-4:] == ["examples/launch/node.sh", "head", "a.yaml", "b.c=1"]
     assert "secret" not in done.stdout
-    wrong = subprocess.run([*start, "heads"], env=environment, capture_output=True, text=True, check=False)
-    assert (wrong.returncode, wrong.stderr) == (
-        2,
-        "start.sh: first argument: must be head or worker, got 'heads'\n",
+
+
+REFUSED = {
+    "docker/start.sh": "first argument: must be head or worker, got ''",
+    "docker/start.sh heads": "first argument: must be head or worker, got 'heads'",
+    "docker/start.sh head": "CONFIG: must be a config's path in the container, got ''",
+    "MEGATRON_TREE_DATA=/none docker/start.sh worker": "MEGATRON_TREE_DATA: must be a folder, got '/none'",
+    "node.sh": "first argument: must be head, worker or hold, got ''",
+    "node.sh head": "CONFIG: must be a file, got ''",
+    "node.sh head nowhere.yaml": "CONFIG: must be a file, got 'nowhere.yaml'",
+    "MEGATRON_TREE_HEAD=10.0.0.1 node.sh worker": "MEGATRON_TREE_HEAD: must be host:port, got '10.0.0.1'",
+    "MEGATRON_TREE_NODES=0 node.sh worker": "MEGATRON_TREE_NODES: must be a number from 1 up, got '0'",
+    "MEGATRON_TREE_JOIN_TIMEOUT_S=10m node.sh worker": (
+        "MEGATRON_TREE_JOIN_TIMEOUT_S: must be seconds, a whole number, got '10m'"
+    ),
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_scripts_refuse_before_they_start_anything(command: str) -> None:
+    """Without docker and Ray on PATH."""
+    words = command.split()
+    variables = dict(word.split("=") for word in words if "=" in word)
+    script, *arguments = (word for word in words if "=" not in word)
+    environment = {"PATH": "/usr/bin:/bin", **variables}
+    done = subprocess.run(
+        [LAUNCH / script, *arguments], env=environment, capture_output=True, text=True, check=False
     )
+    assert (done.returncode, done.stderr) == (2, f"{Path(script).name}: {REFUSED[command]}\n")
 
 
 def test_the_image_installs_what_is_locked() -> None:

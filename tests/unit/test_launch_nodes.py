@@ -26,6 +26,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
 START_S = 300
+CONFIG = "examples/quickstart/config.yaml"  # any file
 
 pytestmark = pytest.mark.full
 
@@ -99,6 +100,7 @@ class Site:
             "RAY_TMPDIR": str(folder / "ray"),
             "RAY_AUTH_TOKEN": "0123456789abcdef" * 3,
             "MEGATRON_TREE_HEAD": f"127.0.0.1:{_free_port()}",
+            "MEGATRON_TREE_DATA": str(folder),
             "MEGATRON_TREE_LOGS": str(folder / "logs"),
             "MEGATRON_TREE_JOIN_TIMEOUT_S": str(START_S),
             "MEGATRON_TREE_RAY_ARGS": "--num-cpus=1 --object-store-memory=100000000",
@@ -174,8 +176,8 @@ def test_docker(site: Site) -> None:
     start = LAUNCH / "docker" / "start.sh"
     nodes = {"MEGATRON_TREE_NODES": "3"}
     workers = [site.start(start, "worker", **nodes) for _ in range(2)]
-    head = site.start(start, "head", "a.yaml", "run.seed=1", **nodes)
-    assert site.wait_for("nodes") == ["train a.yaml run.seed=1 --resume on 3 nodes"]
+    head = site.start(start, "head", CONFIG, "run.seed=1", **nodes)
+    assert site.wait_for("nodes") == [f"train {CONFIG} run.seed=1 --resume on 3 nodes"]
     workers[0].send_signal(signal.SIGTERM)
     head.send_signal(signal.SIGTERM)
     site.wait_for("SIGTERM")
@@ -191,8 +193,8 @@ def test_slurm(site: Site) -> None:
     """The warning before the time limit: save, stop, queue again."""
     script = shutil.copy(LAUNCH / "slurm" / "train.sbatch", site.notes.with_name("slurm_script"))
     job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2"}
-    batch = site.start("bash", script, "a.yaml", **job)
-    assert site.wait_for("nodes") == ["train a.yaml --resume on 2 nodes"]
+    batch = site.start("bash", script, CONFIG, **job)
+    assert site.wait_for("nodes") == [f"train {CONFIG} --resume on 2 nodes"]
     batch.send_signal(signal.SIGUSR1)
     assert ended(site, batch) == 130
     assert site.wait_for("saved")[1:] == ["SIGTERM", "saved", "scontrol requeue 77"]
