@@ -71,9 +71,13 @@ def main() -> None:
     parser.add_argument("--test-per-source", type=int, default=125)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    try:
+        train = list(rows(arguments.train, arguments.source))
+        test = draw(rows(arguments.test, arguments.source), arguments.test_per_source, arguments.seed)
+    except ValueError as error:
+        parser.error(str(error))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    write(list(rows(arguments.train, arguments.source)), arguments.out / "train.parquet")
-    test = draw(rows(arguments.test, arguments.source), arguments.test_per_source, arguments.seed)
+    write(train, arguments.out / "train.parquet")
     write(test, arguments.out / "test.parquet")
 
 

@@ -168,11 +168,17 @@ def test_questions_of_search_r1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [row["data_source"] for row in test] == ["nq", "nq", "musique"]
 
 
-def test_a_row_without_a_question_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_without_a_question_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepare = EXAMPLES / "qwen2.5_7b_search" / "prepare.py"
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "who?", "answer": "Bob"}\n{"answer": "Bob"}\n')
-    arguments = ["--train", str(rows), "--test", str(rows), "--out", str(tmp_path)]
+    arguments = ["--train", str(rows), "--test", str(rows), "--out", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", [str(prepare), *arguments])
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: question: must be a non-empty string, got None"):
+    with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(prepare), run_name="__main__")
+    assert capsys.readouterr().err.endswith(
+        f"error: {rows}:2: question: must be a non-empty string, got None\n"
+    )
+    assert not (tmp_path / "out").exists()
