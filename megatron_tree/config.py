@@ -467,7 +467,9 @@ def _first(error: ValidationError) -> str:
     rule = _RULES.get(fault["type"], rule)
     got = "" if fault["type"] in ("value_error", "missing") else f", got {_short(fault['input'])}"
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return f"{field}: {rule}{got}{more}" if field else f"{rule}{got}{more}"
+    # our own checks of a section begin with the key inside it
+    joint = "." if fault["type"] == "value_error" else ": "
+    return f"{field}{joint if field else ''}{rule}{got}{more}"
 
 
 def _short(value: object) -> str:

@@ -100,9 +100,9 @@ LONGEST = "data.max_prompt_tokens + rollout.max_path_tokens = 6144"  # 2048 + 40
 NO_ROWS = "data.eval: eval.every, eval.at_start and eval.at_end need at least one file, got none"
 CONTRADICTIONS = {
     "{algo.inter_weight=0,algo.intra_weight=0}": (
-        "algo: inter_weight and intra_weight: at least one must be above 0, got 0 and 0"
+        "algo.inter_weight and intra_weight: at least one must be above 0, got 0 and 0"
     ),
-    "train.optimizer.min_lr=1e-5": "train.optimizer: min_lr: must not be above lr 1e-06, got 1e-05",
+    "train.optimizer.min_lr=1e-5": "train.optimizer.min_lr: must not be above lr 1e-06, got 1e-05",
     "engine.max_model_len=100": f"engine.max_model_len: must hold {LONGEST}, got 100",
     "train.micro_batch_tokens=6143": (
         f"train.micro_batch_tokens: must hold the longest path, {LONGEST}, got 6143"
@@ -116,22 +116,22 @@ CONTRADICTIONS = {
         "older than the weights that they train, got null"
     ),
     "{engine.quantization=fp8,engine.dtype=fp32}": (
-        "engine: dtype: must be bf16 where quantization is set (vLLM's rule), got fp32"
+        "engine.dtype: must be bf16 where quantization is set (vLLM's rule), got fp32"
     ),
     "{engine.quantization=fp8,algo.importance_cap=null,rollout.async_depth=1}": (
         "algo.importance_cap: must be set where rollout.async_depth is 1, since its trees are one version "
         "older than the weights that they train, got null"
     ),
     "{train.fp8.recipe=delayed,train.fp8.first_last_layers_bf16=1}": (
-        "train.fp8: first_last_layers_bf16: must be 0 with delayed scaling (Megatron-Core's rule), got 1"
+        "train.fp8.first_last_layers_bf16: must be 0 with delayed scaling (Megatron-Core's rule), got 1"
     ),
     "{train.fp8.recipe=blockwise,train.fp8.param_gather=true}": (
-        "train: fp8.param_gather: needs parallel.distributed_optimizer, which gathers weights, got false"
+        "train.fp8.param_gather: needs parallel.distributed_optimizer, which gathers weights, got false"
     ),
     "{train.fp8.recipe=blockwise,train.fp8.param_gather=true,train.parallel.distributed_optimizer=true,"
     "model.dtype=fp32}": "train.fp8.param_gather: needs model.dtype bf16, got fp32",
     "engine.transport=ipc": (
-        "engine: transport: must be auto, shm or stream; CUDA IPC needs a GPU to be built and tried on, and "
+        "engine.transport: must be auto, shm or stream; CUDA IPC needs a GPU to be built and tried on, and "
         "shm serves trainers and engines of one host, got ipc"
     ),
     "{engine.transport=stream,cluster.placement=colocated}": (
