@@ -40,7 +40,8 @@ def rounded(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def tensor_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """top / amax in fp32; 1 where amax is 0 or not finite."""
-    scale = torch.finfo(dtype).max / amax.float()
+    top = torch.full_like(amax, torch.finfo(dtype).max, dtype=torch.float32)
+    scale = top / amax.float()  # a number over a tensor would be a product with its reciprocal
     usable = (amax > 0) & amax.isfinite()
     return torch.where(usable, scale.clamp(max=torch.finfo(torch.float32).max), torch.ones_like(scale))
 
@@ -52,9 +53,11 @@ def power_of_two_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def mx_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """2^-e, e = ceil(log2(amax / top)) as an 8-bit exponent holds it; of an empty block the largest."""
+    """2^-e, e = ceil(log2(amax / top)) as an 8-bit exponent holds it: of an empty block the largest scale, of
+    one with an infinity the smallest."""
     mantissa, exponent = torch.frexp(amax.float() / torch.finfo(dtype).max)
     e = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-127, 127)
+    e = torch.where(amax.isinf(), 127, e)
     return torch.ldexp(torch.ones_like(mantissa), torch.where(amax > 0, -e, 127))
 
 
@@ -95,7 +98,8 @@ class Quantiser(torch.nn.Module):
         if recipe == "tensorwise":
             return tensor_scale(x.abs().amax(), dtype)
         if recipe == "delayed":
-            self.seen[at] = torch.maximum(self.seen[at], x.abs().amax())
+            # one step's infinity would otherwise spoil the scale of the next HISTORY steps
+            self.seen[at] = torch.maximum(self.seen[at], x.abs().amax().nan_to_num(0.0, 0.0))
             return tensor_scale(self.amax_history[at].amax(), dtype)
         size = BLOCK if recipe == "blockwise" else MX_BLOCK
         shape = (1, size) if inner == 1 else (size, 1)

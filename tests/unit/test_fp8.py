@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,37 @@ def test_scales_by_hand(amax: float, tensor: float, power: float, mx: float) -> 
     assert float(mx_scale(value, E4M3)) == mx
 
 
+def te_scale(amax: np.float32, top: float, power: bool) -> np.float32:
+    """Transformer Engine's `compute_scale_from_amax` (common/recipe/recipe_common.cuh) in numpy: one rounded
+    division; 1 of what is no positive finite number; a power of two by cutting the mantissa off."""
+    if not np.isfinite(amax) or amax == 0:
+        return np.float32(1)
+    with np.errstate(over="ignore"):
+        scale = np.minimum(np.float32(top) / amax, np.finfo(np.float32).max)
+    return (scale.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32) if power else scale
+
+
+@pytest.mark.parametrize(("dtype", "top"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_scales_are_transformer_engines_to_the_last_bit(dtype: torch.dtype, top: float) -> None:
+    """Also at the edges: none, subnormals, a scale that overflows, just beside the powers of two."""
+    edges = [0.0, 1e-45, 1e-40, 1.2e-38, 2.0**-126, 1.3e-36, 3.4028235e38, np.inf, np.nan]
+    beside = [np.nextafter(np.float32(v), np.float32(to)) for v in (1.75, 448, 57344) for to in (0, v, 1e9)]
+    noise = np.exp(np.random.default_rng(0).uniform(-60, 60, 2000))
+    values = np.array([*edges, *beside, *noise], np.float32)
+    for power, of in ((False, tensor_scale), (True, power_of_two_scale)):
+        expected = np.array([te_scale(value, top, power) for value in values])
+        np.testing.assert_array_equal(of(torch.from_numpy(values), dtype).numpy(), expected)
+
+
+def test_an_infinity_is_not_hidden_by_mxfp8() -> None:
+    """Transformer Engine's `float_to_e8m0` gives 254, a scale of 2^-127: 448 of it is no number of fp32."""
+    assert float(mx_scale(torch.tensor(float("inf")), E4M3)) == 2.0**-127
+    x = torch.zeros(1, 64)
+    x[0, 0], x[0, 32] = float("inf"), 3.0
+    got = Quantiser(Fp8Config(recipe="mxfp8"))(x, "input", 1)
+    assert got[0, [0, 32]].tolist() == [float("inf"), 3.0]
+
+
 def test_blocks_have_their_own_amax_also_the_short_last_ones() -> None:
     x = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0], [7.0, 0.0, 1.0]])
     assert block_amax(x, 1, 2).tolist() == [[2, 2, 3], [0.5, 0.5, 4], [7, 7, 1]]
@@ -101,6 +133,16 @@ def test_delayed_scaling_uses_the_largest_amax_of_earlier_steps() -> None:
         assert float(quantise.amax_history[0, -1]) == amax, step
     # scale 448 / 3.5 = 128: 1.3 * 128 = 166.4 is cast to 160
     assert quantise(torch.tensor([[1.3]]), "input", 1).item() == 160 / 128
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_delayed_scaling_keeps_its_scale_behind_a_step_that_was_not_finite(wrong: float) -> None:
+    """As Transformer Engine's `amax_and_scale_update` does: scales follow finite amaxes only."""
+    quantise = Quantiser(Fp8Config(recipe="delayed"))
+    for values in ([3.5, 1.0], [wrong, 1.0]):
+        quantise(torch.tensor([values]), "input", 1)
+        quantise.roll(quantise.seen)
+    assert quantise(torch.tensor([[1.3]]), "input", 1).item() == 160 / 128  # as above
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "mxfp8"])
