@@ -17,13 +17,14 @@ import socket
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -33,10 +34,11 @@ from megatron_tree.engine.handle import EngineDied
 from megatron_tree.engine.pool import EnginePool
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.placement import Node, Placement, Spot, moved
-from megatron_tree.reshard.publish import PREFIX
+from megatron_tree.reshard import publish
 from megatron_tree.train.group import RankDied, RankSetup, Transport
 from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, RunFailed, Update
 
+Result = TypeVar("Result")
 RESERVE_TIMEOUT_S = 60.0  # GPUs that are not free by then belong to somebody else
 ANSWER_TIMEOUT_S = 2.0  # of a node, to a connection
 LOST = (RayActorError, ActorUnschedulableError)  # a process, or the node it was to start on
@@ -110,8 +112,8 @@ class Places:
         self._reserve()
 
     @property
-    def colocated(self) -> bool:
-        return self._placement.mode == "colocated"
+    def placement(self) -> Placement:
+        return self._placement
 
     def blind(self, folder: str) -> list[str]:
         """Hosts whose processes do not see what those of rank 0 write into this folder: found out by a file,
@@ -120,19 +122,19 @@ class Places:
         nodes = list(dict.fromkeys(spot.node for spot in spots))
         if len(nodes) == 1:
             return []
-        nonce = Path(folder) / f"{PREFIX}{uuid.uuid4().hex}.nonce"
-
-        def on(node: Node, act: Callable[[], bool | None]) -> Any:
-            there = NodeAffinitySchedulingStrategy(node.name, soft=False)
-            return ray.remote(act).options(num_cpus=0, scheduling_strategy=there).remote()
-
+        nonce = Path(folder) / f"{publish.PREFIX}{uuid.uuid4().hex}.nonce"
         try:
-            ray.get(on(nodes[0], lambda: nonce.touch()))
-            seen = ray.get([on(node, lambda: nonce.exists()) for node in nodes])
-            ray.get(on(nodes[0], lambda: nonce.unlink()))
-        except RayTaskError as error:
-            raise ValueError(f"engine.image_dir: {nodes[0].host}: {error.cause}") from None
+            _on(nodes[:1], lambda: nonce.touch())
+            seen = _on(nodes, lambda: nonce.exists())
+            _on(nodes[:1], lambda: nonce.unlink())
+        except OSError as error:
+            raise ValueError(f"engine.image_dir: {nodes[0].host}: {error}") from None
         return [node.host for node, there in zip(nodes, seen, strict=True) if not there]
+
+    def check_room(self, image_dir: str, run_id: str, image_bytes: int) -> None:
+        """`publish.check_room` where rank 0 writes."""
+        check = partial(publish.check_room, image_dir, run_id, image_bytes)
+        _on([self._placement.ranks[0].node], check)
 
     def rank(self, rank: int) -> Spot:
         width = self._layout.tp * len(self._placement.ranks[rank].gpus)  # ranks move with their group
@@ -207,11 +209,26 @@ class Places:
             found.append(ask.options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=inside).remote())
         try:
             numbers = ray.get(found, timeout=RESERVE_TIMEOUT_S)
-        except (GetTimeoutError, *LOST) as error:
+        except RayError as error:
             hosts = ", ".join(node.host for node in wanted)
             raise RunFailed(f"cluster: no process starts on {hosts}: {str(error).splitlines()[0]}") from error
         for (node, gpus), ids in zip(wanted.items(), numbers, strict=True):
             self._gpu_ids |= {(node, gpu): str(number) for gpu, number in zip(gpus, ids, strict=True)}
+
+
+def _on(nodes: Sequence[Node], act: Callable[[], Result]) -> list[Result]:
+    """What it returns in a process on each node, or what it raises there. RunFailed where none answers."""
+    calls = []
+    for node in nodes:
+        there = NodeAffinitySchedulingStrategy(node.name, soft=False)
+        calls.append(ray.remote(act).options(num_cpus=0, scheduling_strategy=there).remote())
+    try:
+        return ray.get(calls, timeout=RESERVE_TIMEOUT_S)
+    except RayTaskError as error:
+        raise error.cause from None
+    except RayError as error:
+        hosts = ", ".join(node.host for node in nodes)
+        raise RunFailed(f"cluster: no process answers on {hosts}: {str(error).splitlines()[0]}") from error
 
 
 def _is_there(node: Node) -> bool:
@@ -234,7 +251,7 @@ class RayEngine:
             raise EngineDied(str(failure)) from failure
         options = self._places.options(self._spot)
         actor = ray.remote(Engine).options(max_concurrency=4096, **options)
-        self._actor = actor.remote(self._model, self._config, self._places.colocated)
+        self._actor = actor.remote(self._model, self._config, self._places.placement.mode == "colocated")
         self.info = await self._call("start", update)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -275,19 +275,20 @@ class EngineConfig(Section):
     max_restarts: NonNegative = 3  # of one engine, in a run
     transport: Literal["auto", "shm", "stream", "ipc"] = "auto"
     """How a version comes to the engines. shm: through an image in `image_dir`, on one host. stream: trainers
-    send it to engines anywhere, by NCCL or on a CPU by gloo. auto: shm where all share `image_dir`."""
+    send it to engines anywhere, by NCCL or on a CPU by gloo. ipc: each rank lends it to the engine workers on
+    its own GPU, by CUDA IPC. auto: shm where all share `image_dir`, else stream, or ipc where colocated."""
     image_dir: str = "/dev/shm"  # where the publish image lies; trainers and engines must share it
 
     @model_validator(mode="after")
     def _served(self) -> Self:
-        if self.transport == "ipc":
-            raise ValueError(
-                "transport: must be auto, shm or stream; CUDA IPC needs a GPU to be built and tried on, and "
-                "shm serves trainers and engines of one host, got ipc"
-            )
         if self.quantization is not None and self.dtype != "bf16":
             raise ValueError(f"dtype: must be bf16 where quantization is set (vLLM's rule), got {self.dtype}")
         return self
+
+    @property
+    def is_sent(self) -> bool:
+        """A version comes from the trainers themselves, not from an image."""
+        return self.transport in ("stream", "ipc")
 
 
 class ClusterConfig(Section):
@@ -376,8 +377,13 @@ class Config(Section):
             raise ValueError(f"train.fp8.param_gather: needs model.dtype bf16, got {self.model.dtype}")
         if self.engine.transport == "stream" and self.cluster.placement == "colocated":
             raise ValueError(
-                "engine.transport: must be auto or shm with cluster.placement colocated, since NCCL does not "
-                "join two processes on one GPU, got stream"
+                "engine.transport: must be auto, shm or ipc with cluster.placement colocated, since NCCL "
+                "does not join two processes on one GPU, got stream"
+            )
+        if self.engine.transport == "ipc" and self.cluster.placement != "colocated":
+            raise ValueError(
+                "engine.transport: ipc needs cluster.placement colocated, where ranks and engines share "
+                f"GPUs, got {self.cluster.placement}"
             )
         if self.run.deterministic and (self.model.dtype, self.engine.dtype) != ("fp32", "fp32"):
             raise ValueError(

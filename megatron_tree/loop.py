@@ -123,7 +123,7 @@ def tell(run: Session, learned: Metrics, seconds: float) -> None:
     scalars |= {
         "time/iteration_s": seconds,
         "throughput/tokens_per_s": tokens / seconds,
-        "policy/version": float(run.version),
+        "policy/version": float(run.publisher.version),
     }
     run.log.scalars(run.iteration, scalars)
     for group in groups:
@@ -158,7 +158,7 @@ def summary(run: Session, story: Story) -> dict[str, object]:
         "pp": layout.pp,
         "dp": layout.dp,
         "engines": run.config.engine.count,
-        "policy_version": run.version,
+        "policy_version": run.publisher.version,
         "best_iteration": run.best[0] if run.best else None,
         "max_logprob_gap": max((record["policy/logprob_gap_max"] for record in steps), default=None),
         "copied_over_unique_tokens": sum(sharing) / len(sharing) if sharing else None,

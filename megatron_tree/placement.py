@@ -1,4 +1,5 @@
-"""Which trainer rank and which engine gets which GPUs of which node. Pure: a config and nodes in, places out.
+"""Which trainer rank and which engine gets which GPUs of which node, and how versions of the weights get from
+one to the other. Pure: a config and nodes in, places out.
 
 Invariants (tests/unit/test_placement.py, under the same words)
 1. Every rank and every engine is placed once; no GPU has two ranks or two engine workers.
@@ -19,10 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megatron_tree.config import Config
+from megatron_tree.config import Config, EngineConfig
 from megatron_tree.layout import ParallelLayout
 
 Mode = Literal["disaggregated", "colocated", "cpu"]
+Transport = Literal["shm", "stream", "ipc"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,13 @@ class Placement:
     @property
     def hosts(self) -> set[str]:
         return {spot.node.host for spot in (*self.ranks, *self.engines)}
+
+    @property
+    def without_rank(self) -> list[str]:
+        """The GPUs that have an engine worker only."""
+        ranks = {(spot.node, gpu) for spot in self.ranks for gpu in spot.gpus}
+        workers = {(spot.node, gpu) for spot in self.engines for gpu in spot.gpus}
+        return sorted(f"{node.host}:{gpu}" for node, gpu in workers - ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,23 @@ def place(
     if found is None:
         raise ValueError(f"{named}: {_refusal(wanted, nodes)}; {_ways(config, wanted, nodes)}")
     return found
+
+
+def transport(engine: EngineConfig, placement: Placement, apart: str) -> Transport:
+    """`apart`: the fact, if it is one, that not all ranks and engines see one `image_dir`. ValueError where
+    this placement cannot use what the config asks for."""
+    other: Transport = "ipc" if placement.mode == "colocated" else "stream"
+    if engine.transport == "shm" and apart:
+        raise ValueError(f"engine.transport: shm is for one host, and {apart}; {other} is for several")
+    chosen: Transport = other if apart else "shm"
+    if engine.transport == "stream" or engine.transport == "ipc":
+        chosen = engine.transport
+    if chosen == "ipc" and placement.without_rank:
+        raise ValueError(
+            "engine.transport: ipc needs a trainer rank on each engine worker's GPU, got none on "
+            f"{', '.join(placement.without_rank)}"
+        )
+    return chosen
 
 
 def moved(placement: Placement, alive: Sequence[Node], layout: ParallelLayout) -> Placement:
@@ -215,7 +241,10 @@ def _ways(config: Config, wanted: _Wanted, nodes: Sequence[Node]) -> str:
         stages = f"train.parallel.tp={tp} train.parallel.pp={parallel.pp * wanted.tp // tp}"
         tried.append((stages, replace(wanted, tp=tp, groups=ranks // tp)))
     if not config.rollout.async_depth:
-        tried.append(("cluster.placement=colocated, where memory allows,", replace(wanted, mode="colocated")))
+        shared = "cluster.placement=colocated"
+        if config.engine.transport == "stream":
+            shared += " engine.transport=auto"
+        tried.append((f"{shared}, where memory allows,", replace(wanted, mode="colocated")))
     nearest: dict[str, str] = {}  # of each knob the first that fits
     for words, changed in tried:
         if _arrange(changed, nodes) is not None:

@@ -16,14 +16,16 @@ from typing import Any, Self
 from megatron_tree import cluster, evaluate
 from megatron_tree.algo import batch as batching
 from megatron_tree.algo.packing import scatter
-from megatron_tree.config import Config, EngineConfig, RolloutConfig
+from megatron_tree.config import Config, RolloutConfig
 from megatron_tree.data.demonstrations import batch_of, load_demonstrations
 from megatron_tree.data.prompts import PromptOrder, load_prompts
 from megatron_tree.metrics import Metrics, RunLog, Sum, mean, merge
 from megatron_tree.placement import place
 from megatron_tree.planner.estimate import train_state
 from megatron_tree.planner.limits import check_memory
+from megatron_tree.publishing import Publisher, with_transport
 from megatron_tree.report import Progress
+from megatron_tree.reshard import image
 from megatron_tree.reshard.image import Folder
 from megatron_tree.reshard.names import check_model, read_shape
 from megatron_tree.rollout.episode import build
@@ -36,9 +38,8 @@ from megatron_tree.stopping import Stopping, StopRequested, cancel
 from megatron_tree.train import precision
 from megatron_tree.train.group import Objective, RankSetup, StepResult, TrainerFailed, TrainerGroup
 from megatron_tree.turns import SharedTurns, Turns
-from megatron_tree.types import Group, Row, RunFailed, StepBatch, Tree, Update
+from megatron_tree.types import Group, Row, StepBatch, Tree
 
-PUBLISH_TRIES = 2  # a flipped byte is written again, a wrong plan is refused again
 SCORED_AT_ONCE = 4  # micro-batches per stage of a rank's pipeline: fewer would leave it mostly empty
 
 
@@ -67,7 +68,6 @@ class Session:
         self.folder = RunFolder(config)
         self.iteration = 0  # whole ones
         self.groups: list[Group] = []  # of the iteration under way, once they have all ended
-        self.version = 0  # published last
         self.best: tuple[int, float] | None = None  # (iteration, success)
         self.stopping = Stopping()
         self._turns = Turns()  # on the devices
@@ -102,7 +102,12 @@ class Session:
             enter(cluster.running_ray())
             places = self._places()
         if self.rolls_out:
-            self.engine = self._engine(places)
+            self.engine = self.config.engine
+            if self.trains:
+                self.engine = with_transport(self.engine, places, self.progress.say)
+                if not self.engine.is_sent:
+                    image_bytes = image.size(self.shape, precision.DTYPES[self.engine.dtype])
+                    places.check_room(self.engine.image_dir, self.folder.run_id, image_bytes)
             self.pool = cluster.engine_pool(self.config.model.path, self.engine, places)
             self.pool.say = self.progress.say
             later(self.pool.stop)
@@ -115,10 +120,14 @@ class Session:
             transport = cluster.trainer_transport(RankSetup.of(self.config), places)
             self.trainer = TrainerGroup(self.layout, self.config.train, transport)
             later(self._stop_trainer)
-            if self.rolls_out and self.engine.transport == "stream":
+        if self.trains and self.rolls_out:
+            if self.engine.is_sent:
                 self.pool.feed = self.trainer
-        if self.trains and self.rolls_out and places.colocated:
-            self._turns = SharedTurns(self.pool, self.trainer, self._pool_start)
+            if places.placement.mode == "colocated":
+                self._turns = SharedTurns(self.pool, self.trainer, self._pool_start)
+            self.publisher = Publisher(
+                self.trainer, self.pool, self._turns, self.folder.run_id, self.progress.say
+            )
         for split, count in self.skipped_prompts.items():
             if count:
                 self.progress.say(f"data.{split}: {count} prompts over data.max_prompt_tokens skipped")
@@ -145,23 +154,6 @@ class Session:
             await self.trainer.stop()
         except (TrainerFailed, ValueError) as failure:
             self.progress.say(f"while stopping: {failure}")
-
-    def _engine(self, places: cluster.Places) -> EngineConfig:
-        """The section `engine` with its transport chosen. ValueError where an image cannot be shared."""
-        engine = self.config.engine
-        if engine.transport == "stream" or not self.trains:
-            return engine
-        blind = ", ".join(places.blind(engine.image_dir))
-        if not blind:
-            return engine.model_copy(update={"transport": "shm"})
-        fact = f"{engine.image_dir} of rank 0's host is not seen on {blind}"
-        if engine.transport == "shm" or places.colocated:
-            raise ValueError(
-                f"engine.transport: shm is for one host, and {fact}; stream is for several, with trainers "
-                "and engines on GPUs of their own"
-            )
-        self.progress.say(f"engine.transport: stream, since {fact}")
-        return engine.model_copy(update={"transport": "stream"})
 
     # -- weights: where they come from, where they go
 
@@ -222,30 +214,7 @@ class Session:
                 await self.trees.drop(self.iteration + 1)
         with self.progress.phase("publish"):
             await self._pool_start
-            await self._turns.publish()
-            for attempt in range(PUBLISH_TRIES):
-                update = await self._offer(self.version + 1)
-                try:
-                    await self.pool.update(update)
-                except TrainerFailed:  # while they sent: an engine may have it, and no other may be called so
-                    self.version = update.version
-                    raise
-                except ValueError as refusal:  # before the commit: the old version goes on serving
-                    await self.trainer.refused(update, str(refusal))
-                    if attempt + 1 == PUBLISH_TRIES:
-                        raise RunFailed(f"publish: version {update.version} refused: {refusal}") from refusal
-                    self.progress.say(f"publish: {refusal}; writing version {update.version} again")
-                else:
-                    self.version = update.version
-                    self._turns.published()
-                    return
-
-    async def _offer(self, version: int) -> Update:
-        """Puts a version where the engines can have it: in shared memory, or ready to be sent."""
-        engine = self.engine
-        if engine.transport == "stream":
-            return await self.trainer.keep(version, engine.dtype, engine.tp, engine.update_timeout_s)
-        return await self.trainer.write_image(engine.image_dir, self.folder.run_id, version, engine.dtype)
+            await self.publisher.publish()
 
     async def save(self, *, wait: bool = False) -> None:
         """Begins a checkpoint, which becomes the latest once it is whole: see `settle`."""
@@ -280,11 +249,11 @@ class Session:
         self.progress.say(
             f"{failure}; restarting the trainer ({self._restarts} of {self.config.train.max_restarts})"
         )
-        self.iteration, version = 0, self.version
+        self.iteration, version = 0, self.publisher.version
         self.order.load_state_dict(self._first_prompts)
         if not await self.restore():
             await self.warm_up()
-        self.version = version  # engines count on, whatever the checkpoint says
+        self.publisher.version = version  # engines count on, whatever the checkpoint says
         self.log.restart_after(self.iteration)
         await self.publish()
 
@@ -322,7 +291,7 @@ class Session:
 
     async def learn(self) -> Metrics:
         """The iteration's optimizer steps; metrics are reduced over them."""
-        found = [version_metrics(self.groups, self.version)]
+        found = [version_metrics(self.groups, self.publisher.version)]
         lag = found[0]["rollout/version_lag"].value
         assert lag <= self.config.rollout.async_depth, f"trees are {lag} versions old"
         with self.progress.phase("train"):
@@ -414,7 +383,7 @@ class Session:
     def _state(self) -> dict[str, Any]:
         return {
             "iteration": self.iteration,
-            "version": self.version,
+            "version": self.publisher.version,
             "best": self.best,
             "order": self.trees.order_state(self.iteration),
             "tokenizer": self.tokens.fingerprint,
@@ -425,7 +394,7 @@ class Session:
             raise ValueError(
                 f"model.path: the tokenizer must be the run's ({state['tokenizer']}), got another"
             )
-        self.iteration, self.version = state["iteration"], state["version"]
+        self.iteration, self.publisher.version = state["iteration"], state["version"]
         self.best = tuple(state["best"]) if state["best"] else None
         self.order.load_state_dict(state["order"])
 

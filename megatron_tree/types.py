@@ -193,13 +193,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How a version comes to engines that share no memory with the trainers: `reshard.wire`."""
+    """How trainers send a version to engines: `reshard.wire`."""
 
     address: tuple[str, int]  # of the trainers' store, where both ends of a wire meet
     dtype: Literal["float32", "bfloat16"]
     bucket_bytes: int
     num_workers: int  # of an engine
     timeout_s: float  # of anything on a wire
+    lends: bool  # engines read the memory of ranks on their own devices; else they are sent the bytes
     segments: tuple[Segment, ...]  # the whole model in layer order
     wire: str = ""  # name of this engine's; the pool gives every engine process one of its own
 

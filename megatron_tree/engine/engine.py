@@ -87,7 +87,7 @@ class Engine:
             raise ValueError(
                 f"entry point vllm.general_plugins: {BACKEND} is not registered; reinstall megatron-tree"
             )
-        if self._config.transport != "stream":  # else there is nothing to meet yet
+        if not self._config.is_sent:  # else there is nothing to meet yet
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
         if update is not None:
             await self.check(update)
@@ -176,6 +176,7 @@ class Engine:
             "num_workers": stream.num_workers,
             "bucket_bytes": stream.bucket_bytes,
             "timeout_s": stream.timeout_s,
+            "lends": stream.lends,
         }
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
         self._wire = wire
@@ -211,7 +212,7 @@ class Engine:
         del self._llm
 
     async def _run(self, token_ids: IntArray, params: SamplingParams, request_id: str) -> RequestOutput:
-        from vllm.exceptions import VLLMClientError
+        from vllm.exceptions import GenerationError, VLLMClientError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -224,6 +225,8 @@ class Engine:
             raise EngineDied(f"vLLM died under request {request_id}") from error
         except VLLMClientError as error:
             raise ValueError(f"request {request_id}: {error}") from None
+        except GenerationError as error:  # of this request alone
+            raise Aborted(f"request {request_id}: {error}") from error
         assert final is not None
         return final
 
@@ -260,9 +263,7 @@ def _arguments(model: str, config: EngineConfig, shape: ModelShape, sleeps: bool
         block_size=config.block_size,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",  # of the distribution the token was drawn from
-        weight_transfer_config=WeightTransferConfig(
-            backend=STREAM_BACKEND if config.transport == "stream" else BACKEND
-        ),
+        weight_transfer_config=WeightTransferConfig(backend=STREAM_BACKEND if config.is_sent else BACKEND),
         use_tqdm_on_load=False,
         disable_log_stats=True,
         **by_device,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron_tree.config import Config
 from megatron_tree.layout import ParallelLayout
+from megatron_tree.placement import Transport
 from megatron_tree.planner import work
 from megatron_tree.planner.activations import BYTES, Backend
 from megatron_tree.planner.costs import Cost, phase_costs
@@ -47,10 +48,11 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Estimate:
     parameters: int  # of the model, each once
-    image_bytes: int  # of one published version; two slots exist
+    image_bytes: int  # of one published version; with shm two slots exist
     layout: ParallelLayout
     stages: tuple[Stage, ...]
     engine: EnginePlan
+    transport: Transport  # of a version, from owners to engines
     grown: work.Tokens  # of an iteration, by the engines
     packed: work.Tokens  # of an iteration, for the trainer: a prompt once for all its trees
     num_microbatches: int  # of a step, on each dp rank
@@ -67,12 +69,12 @@ def estimate(config: Config, shape: ModelShape) -> Estimate:
     """ValueError where the model does not run as configured on the hardware of the plan section."""
     check_layout(config, shape)
     check_precision(config, shape)
-    check_devices(config)
     layout, state = config.train.parallel.layout, train_state(config)
     if config.plan.device == "gpu":
         check_memory(config, shape, state)
     stages = tuple(_stage(config, shape, pp, state) for pp in range(layout.pp))
     engine = engine_plan(config, shape)
+    transport = check_devices(config)
     grown = work.expected_tree(config) * (config.rollout.prompts * config.rollout.trees)
     packed = work.expected_prompt(config) * config.rollout.prompts
     flops = work.flops(shape, grown, packed, config.train.recompute, reference=state.reference)
@@ -84,6 +86,7 @@ def estimate(config: Config, shape: ModelShape) -> Estimate:
         layout=layout,
         stages=stages,
         engine=engine,
+        transport=transport,
         grown=grown,
         packed=packed,
         num_microbatches=state.num_microbatches,
@@ -107,6 +110,7 @@ def train_state(config: Config) -> TrainState:
         num_microbatches=work.num_microbatches(config),
         reference=config.algo.kl_coef > 0,
         recompute=config.train.recompute,
+        fp8=config.train.fp8 if config.plan.device == "gpu" else None,
     )
 
 

@@ -9,11 +9,12 @@ import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
-from megatron_tree.config import Config, ParallelConfig
+from megatron_tree.config import Config, Fp8Config, ParallelConfig
 from megatron_tree.engine import on_gpu
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.placement import Node, place
+from megatron_tree.placement import Node, Placement, Transport, place, transport
 from megatron_tree.planner.activations import BYTES
 from megatron_tree.planner.memory import RankMemory, TrainState, rank_memory
 from megatron_tree.planner.work import expected_path
@@ -48,7 +49,7 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     refusal = _refusal(check_model, shape, parallel.layout)
     if refusal is None:
         return
-    tp, chunks = _nearest(parallel.tp, _tps(shape)), parallel.pp * parallel.vpp
+    tp, chunks = _nearest(parallel.tp, _tps(shape, config.train.fp8)), parallel.pp * parallel.vpp
     fits = _refusal(parallel.layout.split, layers) is None
     even = (pp for pp in range(1, layers + 1) if layers % pp == 0)
     pp = parallel.pp if fits else _nearest(parallel.pp, even)
@@ -72,14 +73,31 @@ def check_precision(config: Config, shape: ModelShape) -> None:
         on_gpu.check_capability(config.engine, capability)
 
 
-def check_devices(config: Config) -> None:
-    """Every trainer rank and engine worker has its place on `plan.devices` GPUs in nodes of eight."""
-    if config.plan.devices is None or config.plan.device == "cpu":
-        return
-    full, rest = divmod(config.plan.devices, NODE_RANKS)
-    sizes = [NODE_RANKS] * full + [rest] * bool(rest)
-    nodes = [Node(str(index), str(index), size) for index, size in enumerate(sizes)]
-    place(config, nodes, named="plan.devices")
+def check_devices(config: Config) -> Transport:
+    """Every trainer rank and engine worker has its place on `plan.devices` GPUs in nodes of eight, or on as
+    many as it takes. Returns how versions get from one to the other there."""
+    if config.plan.device == "cpu":
+        return transport(config.engine, Placement("cpu", (), ()), "")
+    nodes = _nodes(config, config.plan.devices or devices_needed(config))
+    placement = place(config, nodes, named="plan.devices")
+    hosts = len(placement.hosts)
+    apart = f"the run takes {hosts} nodes of {nodes[0].num_gpus} GPUs" if hosts > 1 else ""
+    return transport(config.engine, placement, apart)
+
+
+def devices_needed(config: Config) -> int:
+    """The fewest GPUs that hold every rank and engine."""
+    ranks, workers = config.train.parallel.layout.world_size, config.engine.count * config.engine.tp
+    fewest = max(ranks, workers) if _colocated(config) else ranks + workers
+    return next(n for n in count(fewest) if _refusal(place, config, _nodes(config, n)) is None)
+
+
+def _nodes(config: Config, num_devices: int) -> list[Node]:
+    """Of eight; where the config does not say how many devices there are, as wide as its widest group."""
+    widest = 1 if config.plan.devices else max(config.train.parallel.tp, config.engine.tp)
+    full, rest = divmod(num_devices, size := max(NODE_RANKS, widest))
+    sizes = [size] * full + [rest] * bool(rest)
+    return [Node(str(index), str(index), size) for index, size in enumerate(sizes)]
 
 
 def check_memory(config: Config, shape: ModelShape, state: TrainState) -> None:
@@ -89,8 +107,9 @@ def check_memory(config: Config, shape: ModelShape, state: TrainState) -> None:
     fullest = max(range(parallel.pp), key=lambda stage: found[stage].total)
     memory, (room, less) = found[fullest], _room(config)
     if memory.total > room * GIB:
-        parts = ("weights", "gradients", "optimizer", "reference", "activations", "logits")
-        listed = ", ".join(f"{part} {getattr(memory, part) / GIB:.1f}" for part in parts)
+        parts = ("weights", "fp8_copies", "gradients", "optimizer", "reference", "activations", "logits")
+        sizes = ((part.replace("_", " "), getattr(memory, part)) for part in parts)
+        listed = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sizes if size)
         raise ValueError(
             f"train.parallel: a rank of stage {fullest} must fit plan.memory_gib "
             f"{config.plan.memory_gib:g} less {less}, got {memory.total / GIB:.1f} GiB ({listed}); "
@@ -131,13 +150,23 @@ def _ways_out(config: Config, shape: ModelShape, state: TrainState, found: Seque
     ways = []
     fits = _smallest_that_fits(shape, parallel, state, room)
     if fits is not None:
-        ways.append(f"the smallest layout that fits is {_named(config, fits)}")
+        ways.append(f"the smallest layout that fits is {_named(config, fits)}{_more_devices(config, fits)}")
     share = min((room * GIB - m.kept) / (m.activations + m.logits) for m in found)  # linear in the tokens
     tokens = int(share * config.train.micro_batch_tokens)
     tokens -= tokens % config.train.token_multiple
     if tokens >= config.data.max_prompt_tokens + config.rollout.max_path_tokens:
         ways.append(f"this layout fits with train.micro_batch_tokens={tokens}")
     return ", ".join(ways) or f"no layout up to tp={NODE_RANKS} fits a micro-batch of the longest path"
+
+
+def _more_devices(config: Config, parallel: ParallelConfig) -> str:
+    """What a layout needs beside itself, if there are too few devices for it."""
+    train = config.train.model_copy(update={"parallel": parallel})
+    changed = config.model_copy(update={"train": train})
+    if _refusal(check_devices, changed) is None:
+        return ""
+    unbounded = changed.model_copy(update={"plan": config.plan.model_copy(update={"devices": None})})
+    return f" with plan.devices={devices_needed(unbounded)}"
 
 
 def _switches(config: Config, shape: ModelShape, state: TrainState) -> str:
@@ -164,11 +193,11 @@ def _smallest_that_fits(
 ) -> ParallelConfig | None:
     """Fewest ranks; of equals the widest tensor parallelism, which has no bubble. cp, dp and, where they
     divide the layers, virtual stages stay."""
-    tps = [tp for tp in _tps(shape) if tp <= NODE_RANKS]
+    tps = [tp for tp in _tps(shape, state.fp8) if tp <= NODE_RANKS]
     sizes = ((tp, pp) for tp in tps for pp in range(1, shape.num_layers + 1))
     for tp, pp in sorted(sizes, key=lambda size: (size[0] * size[1], size[1])):
         tried = _with(shape, parallel, tp, pp)
-        if _refusal(check_model, shape, tried.layout) is None and all(
+        if _takes(shape, state.fp8, tried.layout) and all(
             rank_memory(shape, tried, stage, state).total <= room * GIB for stage in range(pp)
         ):
             return tried
@@ -249,10 +278,16 @@ def _engine_too_small(config: Config, shape: ModelShape, tps: Iterable[int]) -> 
     )
 
 
-def _tps(shape: ModelShape) -> list[int]:
-    return [
-        tp for tp in range(1, shape.heads + 1) if _refusal(check_model, shape, ParallelLayout(tp=tp)) is None
-    ]
+def _tps(shape: ModelShape, fp8: Fp8Config | None) -> list[int]:
+    """Those that the model takes and, where there are any, its products in FP8 too."""
+    layouts = [ParallelLayout(tp=tp) for tp in range(1, shape.heads + 1)]
+    model = [layout.tp for layout in layouts if _takes(shape, None, layout)]
+    return [layout.tp for layout in layouts if _takes(shape, fp8, layout)] or model
+
+
+def _takes(shape: ModelShape, fp8: Fp8Config | None, layout: ParallelLayout) -> bool:
+    refusals = (_refusal(check_model, shape, layout), _refusal(precision.check, fp8, None, shape, layout))
+    return refusals == (None, None)
 
 
 def _with(shape: ModelShape, parallel: ParallelConfig, tp: int, pp: int) -> ParallelConfig:

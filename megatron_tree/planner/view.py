@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_tree.config import Config, EngineConfig
+from megatron_tree.config import Config
+from megatron_tree.placement import Transport
 from megatron_tree.planner.costs import Cost
 from megatron_tree.planner.estimate import Estimate, estimate
 from megatron_tree.planner.limits import GIB
@@ -55,14 +56,16 @@ def _head(console: Console, config: Config, shape: ModelShape, found: Estimate) 
         f"         {', '.join(_how(config))}\n"
         f"engines  {engine.count} x TP {engine.tp} = {engine.count * engine.tp} workers, {engine.dtype}"
         f"{', layers in ' + engine.quantization if engine.quantization else ''}\n"
-        f"version  {_bytes(found.image_bytes)}, {_way(engine)}\n"
+        f"version  {_bytes(found.image_bytes)}, {_way(config, found.transport)}\n"
     )
 
 
-def _way(engine: EngineConfig) -> str:
-    if engine.transport == "stream":
-        return "kept by its owners in host memory and sent to each engine"
-    return f"two slots in {engine.image_dir}"
+def _way(config: Config, transport: Transport) -> str:
+    return {
+        "shm": f"two slots in {config.engine.image_dir}",
+        "stream": "kept by its owners in host memory and sent to each engine",
+        "ipc": "kept by its owners in host memory and lent to the engines on their GPUs",
+    }[transport]
 
 
 def _how(config: Config) -> list[str]:
@@ -93,14 +96,15 @@ def _stages(found: Estimate) -> Table:
 
 def _memory(found: Estimate) -> Table:
     unit, name = _unit(max(stage.memory.total for stage in found.stages))
-    table = _table(
-        f"Memory of one rank, {name}", "stage", "weights", "grads", "optim", "ref", "activ.", "logits"
-    )
+    in_fp8 = any(stage.memory.fp8_copies for stage in found.stages)
+    columns = ("weights", *("in FP8",) * in_fp8, "grads", "optim", "ref", "activ.", "logits")
+    table = _table(f"Memory of one rank, {name}", "stage", *columns)
     for column in ("total", "activ.\nrecomputed", "total\nthen"):
         table.add_column(column, justify="right")
     for number, stage in enumerate(found.stages):
         m = stage.memory
-        parts = (m.weights, m.gradients, m.optimizer, m.reference, m.activations, m.logits)
+        copies = (m.fp8_copies,) * in_fp8
+        parts = (m.weights, *copies, m.gradients, m.optimizer, m.reference, m.activations, m.logits)
         row = [f"{count / unit:,.1f}" for count in parts]
         then = [f"{count / unit:,.1f}" for count in (m.activations_recomputed, m.total_recomputed)]
         table.add_row(str(number), *row, f"[bold]{m.total / unit:,.1f}[/]", *then)

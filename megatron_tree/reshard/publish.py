@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 from pathlib import Path
 from typing import IO
 
@@ -26,9 +27,7 @@ class Slots:
     had."""
 
     def __init__(self, image_dir: str, run_id: str) -> None:
-        self._folder, self._run_id = Path(image_dir), run_id
-        if not self._folder.is_dir():
-            raise ValueError(f"engine.image_dir: must be a folder, got {image_dir}")
+        self._folder, self._run_id = _folder(image_dir), run_id
         sweep(self._folder, keep=run_id)  # engines may still have to load what this run committed last
         path = self._folder / f"{PREFIX}{run_id}.lock"
         lock = _lock(path)
@@ -58,6 +57,24 @@ class Slots:
     def close(self) -> None:
         _remove(self._folder, self._run_id)
         self._lock.close()
+
+
+def check_room(image_dir: str, run_id: str, image_bytes: int) -> None:
+    """ValueError where the folder does not hold two images of this run. What dead runs left there goes."""
+    folder = _folder(image_dir)
+    sweep(folder, keep=run_id)
+    own = sum(path.stat().st_size for path in folder.glob(f"{PREFIX}{run_id}-[01].safetensors"))
+    room = shutil.disk_usage(folder).free + own
+    if room < 2 * image_bytes:
+        raise ValueError(
+            f"engine.image_dir: {folder} must have room for two images of {image_bytes} bytes, got {room}"
+        )
+
+
+def _folder(image_dir: str) -> Path:
+    if not Path(image_dir).is_dir():
+        raise ValueError(f"engine.image_dir: must be a folder, got {image_dir}")
+    return Path(image_dir)
 
 
 def sweep(folder: Path, keep: str | None = None) -> list[str]:

@@ -7,7 +7,8 @@ the new one, and an engine that must be killed.
 
 Departure from vLLM: its `nccl` receiver has one communicator, with a trainer that can make the whole model.
 Here each pipeline stage is a sender, and the communicator is torch's, so that gloo stands in for NCCL on a
-CPU; buckets, their overlap and the loading are vLLM's own. Not here: who writes or sends (`publish`,
+CPU; or it borrows buckets from a rank on the same device, where vLLM has a second receiver, `ipc`. Buckets,
+their overlap and the loading are vLLM's own. Not here: who writes or sends (`publish`,
 `source`, `wire`), when to load and what to do after a failure (`engine`).
 """
 
@@ -42,7 +43,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from megatron_tree.children import die_with
 from megatron_tree.reshard.image import Maps
 from megatron_tree.reshard.names import ModelShape, read_shape
-from megatron_tree.reshard.wire import Wire
+from megatron_tree.reshard.wire import LendingWire, Wire, borrow
 from megatron_tree.types import Update
 
 BACKEND, STREAM_BACKEND = "megatron_tree_image", "megatron_tree_stream"
@@ -170,6 +171,7 @@ class StreamInitInfo(WeightTransferInitInfo):
     num_workers: int
     bucket_bytes: int
     timeout_s: float
+    lends: bool
 
 
 @dataclass
@@ -190,9 +192,14 @@ class StreamReceiver(_Receiver, NCCLWeightTransferEngine):
         self.packed, self.packed_buffer_size_bytes = True, init_info.bucket_bytes
         timeout = timedelta(seconds=init_info.timeout_s)
         store = dist.TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
-        rank, size = 1 + self.parallel_config.rank, 1 + init_info.num_workers
+        worker, num_workers = self.parallel_config.rank, init_info.num_workers
+        self._wires: list[Wire | LendingWire]  # by stage
+        if init_info.lends:
+            wire = borrow(store, init_info.wire, worker, num_workers, self.device, timeout)
+            self._wires = [wire] * init_info.num_stages
+            return
         self._wires = [
-            Wire(store, f"{init_info.wire}/stage {stage}", rank, size, timeout)
+            Wire(store, f"{init_info.wire}/stage {stage}", 1 + worker, 1 + num_workers, timeout)
             for stage in range(init_info.num_stages)
         ]
 

@@ -2,13 +2,16 @@
 
 Each rank keeps a copy of the slices that it owns, in the engines' dtype, in host memory, until the next
 version: however far training has gone, a version can be sent again. The sending rank of a stage (tp 0, dp 0,
-cp 0) gathers one bucket of whole tensors at a time from the stage's tensor-parallel ranks.
+cp 0) gathers one bucket of whole tensors at a time from the stage's tensor-parallel ranks. Where engines have
+the ranks' own GPUs it passes each on to every rank (`relayed`).
 
 Invariants (tests/dist/test_source.py, under the same words):
 1. Metadata is the whole model in layer order, on every rank.
 2. Every tensor is held by exactly one rank, and iteration yields what is held, in metadata order.
 3. What is yielded is the Hugging Face tensor, bit for bit.
-4. A sending rank has at most two buckets and one peer's part of a bucket at a time, any other its own part.
+4. A sending rank has at most two buckets and one peer's part of a bucket at a time, any other its own part,
+   and one bucket of those that are relayed.
+5. Every rank gets what is relayed: each bucket of the whole model, in layer order.
 
 `vllm` must not be imported here, so the contract is met by name: `metadata`, `held_names`, iteration. In it
 a rank that only contributes holds nothing and yields nothing, but has to be iterated all the same. Not here:
@@ -20,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, repeat
 
 import torch
 import torch.distributed as dist
@@ -95,12 +98,12 @@ class SliceSource:
         self._contributes, self.sends = layout.is_first_replica(rank), layout.speaks_for_stage(rank)
         self._peers = [layout.rank(replace(at, tp=tp, cp=0, dp=0)) for tp in range(layout.tp)]
         self._owned = [_by_tensor(plan.owned(shape, layout, peer)) for peer in self._peers]
-        self._me = at.tp
+        self._me, self.stage = at.tp, at.pp
         self._segments = [
-            [ParamMeta(name, dtype, size) for name, size in zip(segment.names, segment.shapes, strict=True)]
+            (segment.stage, [ParamMeta(*t) for t in zip(segment.names, repeat(dtype), segment.shapes)])
             for segment in segments(shape, layout)
-            if segment.stage == at.pp
         ]
+        self._speakers = {layout.coordinates(r).pp: r for r in layout.ranks() if layout.speaks_for_stage(r)}
         pinned = device != "cpu"
         self._kept = {
             copy: torch.empty(copy.extent, dtype=dtype, pin_memory=pinned)
@@ -121,7 +124,7 @@ class SliceSource:
 
     def held_names(self) -> list[str]:
         """What iteration yields here: the stage's tensors on its sending rank, nothing on any other."""
-        return [meta.name for segment in self._segments for meta in segment] if self.sends else []
+        return [meta.name for bucket in self._own() for meta in bucket] if self.sends else []
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for bucket, flat in self.packed():
@@ -130,17 +133,34 @@ class SliceSource:
     def packed(self) -> Iterator[tuple[list[ParamMeta], Tensor]]:
         """The same by buckets, each one flat tensor. Run it to the end on every rank: ranks that yield
         nothing send their parts meanwhile."""
-        if not self._contributes:
-            return
-        for segment in self._segments:
-            for bucket in buckets(segment, self._bucket_bytes):
-                if self.sends:
-                    yield bucket, self._gather(bucket)
+        for bucket in self._own():
+            if self.sends:
+                yield bucket, self._gather(bucket)
+            else:
+                self._contribute(bucket)
+
+    def relayed(self) -> Iterator[Tensor]:
+        """Every bucket of the model as one flat tensor, on every rank of the default process group."""
+        for stage, tensors in self._segments:
+            for bucket in buckets(tensors, self._bucket_bytes):
+                if stage == self.stage and self.sends:
+                    flat = self._gather(bucket)
                 else:
-                    self._contribute(bucket)
+                    if stage == self.stage and self._contributes:
+                        self._contribute(bucket)
+                    flat = self._empty(_num_elements(bucket))
+                dist.broadcast(flat, self._speakers[stage])
+                yield flat
+                del flat  # before the next is made
+
+    def _own(self) -> Iterator[list[ParamMeta]]:
+        """The buckets that this rank has a part in."""
+        for stage, tensors in self._segments:
+            if stage == self.stage and self._contributes:
+                yield from buckets(tensors, self._bucket_bytes)
 
     def _gather(self, bucket: list[ParamMeta]) -> Tensor:
-        flat = self._empty(sum(meta.num_elements for meta in bucket))
+        flat = self._empty(_num_elements(bucket))
         tensors = dict(_views(bucket, flat))
         for tp, peer in enumerate(self._peers):
             copies = self._copies(bucket, tp)
@@ -170,6 +190,10 @@ class SliceSource:
 
     def _empty(self, num_elements: int) -> Tensor:
         return torch.empty(num_elements, dtype=self._dtype, device=self._device)
+
+
+def _num_elements(bucket: Sequence[ParamMeta]) -> int:
+    return sum(meta.num_elements for meta in bucket)
 
 
 def _by_tensor(copies: Sequence[SliceCopy]) -> dict[str, list[SliceCopy]]:

@@ -170,11 +170,14 @@ class TrainerGroup:
         await self._all("write_version", update)
         return update
 
-    async def keep(self, version: int, dtype: str, num_workers: int, timeout_s: float) -> Update:
-        """Keeps a version to be sent to engines of `num_workers`; the one before can be sent no more."""
+    async def keep(
+        self, version: int, dtype: str, num_workers: int, timeout_s: float, *, lends: bool = False
+    ) -> Update:
+        """Keeps a version to be sent to engines of `num_workers`, or with `lends` to be lent to them on the
+        ranks' own devices; the one before can be sent no more."""
         async with self._turn:
             self._kept = None
-            offered = await self._call("keep_version", version, dtype, num_workers, timeout_s)
+            offered = await self._call("keep_version", version, dtype, num_workers, timeout_s, lends)
             self._kept = version
             return offered[0]
 

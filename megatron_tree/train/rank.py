@@ -112,6 +112,7 @@ class TrainRank:
         """Starts a training phase: a fresh optimizer, its schedule at step 0."""
         with self._in("begin"):
             self.optimizer_config, self.total_steps, self.step_index = optimizer, total_steps, 0
+            self.optimizer = None  # the old one's states go before the new one's are made
             self.optimizer = step.make_optimizer(self.wrapped, optimizer)
 
     def release(self) -> None:
@@ -176,20 +177,23 @@ class TrainRank:
             digest.save(path, update.version, self.rank, written)
 
     def keep_version(
-        self, version: int, dtype: Literal["fp32", "bf16"], num_workers: int, timeout_s: float
+        self, version: int, dtype: Literal["fp32", "bf16"], num_workers: int, timeout_s: float, lends: bool
     ) -> Update | None:
         """Copies this rank's own slices aside, to be sent as often as asked until the next version is kept.
-        Rank 0 says what there is for engines of `num_workers`."""
+        Rank 0 says what there is for engines of `num_workers`, which share the ranks' devices if the ranks
+        are to lend it to them."""
         with self._in("keep_version"), torch.no_grad():
             if self._source is None:
-                self._source = self._open_source(dtype)
-                self._sender = Sender(self._store, self.layout.coordinates(self.rank).pp)
+                device = "cpu" if on_cpu.use_cpu() else f"cuda:{torch.cuda.current_device()}"
+                group = parallel_state.get_tensor_model_parallel_group()
+                self._source = SliceSource(self.shape, self.layout, self.rank, DTYPES[dtype], group, device)
+                self._sender = Sender(self._store, self._source, device, lends=lends)
             owned = plan.owned(self.shape, self.layout, self.rank)
             self._source.keep(version, by_chunk(self.actor, owned))
             if self.rank != 0:
                 return None
             address, there = (self.host, self._store.port), segments(self.shape, self.layout)
-            stream = Stream(address, WIRE_DTYPES[dtype], BUCKET_BYTES, num_workers, timeout_s, there)
+            stream = Stream(address, WIRE_DTYPES[dtype], BUCKET_BYTES, num_workers, timeout_s, lends, there)
             return Update("", version, tuple(self.shape.tensors()), stream)
 
     def send_version(self, update: Update, wires: Sequence[str]) -> None:
@@ -198,7 +202,7 @@ class TrainRank:
             assert self._source is not None, "keep_version comes first"
             assert update.stream is not None, "an image is not sent"
             assert self._source.version == update.version, "the group keeps another version"
-            self._sender.send(self._source, update.stream, wires)
+            self._sender.send(update.stream, wires)
 
     def refused(self, update: Update, reason: str) -> None:
         """The engines refused a version: it can be loaded no more, and this rank says why in its log."""
@@ -258,11 +262,6 @@ class TrainRank:
             planned = plan.params(self.shape, self.layout, self.rank, index)
             assert names == set(planned), "the plan names other parameters"
         return chunks
-
-    def _open_source(self, dtype: Literal["fp32", "bf16"]) -> SliceSource:
-        device = "cpu" if on_cpu.use_cpu() else f"cuda:{torch.cuda.current_device()}"
-        group = parallel_state.get_tensor_model_parallel_group()
-        return SliceSource(self.shape, self.layout, self.rank, DTYPES[dtype], group, device)
 
     def _load(self, chunks: Sequence[TreeGPTModel], folder: str) -> None:
         weights = image.Folder(folder)

@@ -26,9 +26,9 @@ class FaultySession(session.Session):
     struck = False
 
     async def publish(self) -> None:
-        if self.version + 1 == VERSION and not self.struck:
+        if self.publisher.version + 1 == VERSION and not self.struck:
             self.struck = True
-            fault = _die_while_sending if self.engine.transport == "stream" else _die_before_digests
+            fault = _die_while_sending if self.engine.is_sent else _die_before_digests
             await self.trainer._ranks[-1]._actor.__ray_call__.remote(fault)  # type: ignore[attr-defined]
         await super().publish()
 

@@ -13,13 +13,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from megatron_tree import cluster
-from megatron_tree.config import Config
+from megatron_tree.config import EngineConfig
 from megatron_tree.placement import place
-from megatron_tree.session import Session
+from megatron_tree.publishing import with_transport
 from tests.e2e.nodes import Site, config
 
 OTHER = "127.0.0.3"
@@ -32,11 +31,10 @@ def other_host(address: str, folder: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(apart, stdout=sys.stderr, start_new_session=True)
 
 
-def chosen(places: cluster.Places, settings: Config) -> str:
+def chosen(places: cluster.Places, engine: EngineConfig) -> str:
     said: list[str] = []
-    session = SimpleNamespace(config=settings, trains=True, progress=SimpleNamespace(say=said.append))
     try:
-        engine = Session._engine(session, places)  # type: ignore[arg-type]
+        engine = with_transport(engine, places, said.append)
     except ValueError as error:
         return str(error)
     return "; ".join([engine.transport, *said])
@@ -53,9 +51,7 @@ def told(folder: str, shared: str) -> dict[str, Any]:
 
     def case(transport: str, image_dir: str) -> str:
         changes = {"transport": transport, "image_dir": image_dir}
-        return chosen(
-            places, settings.model_copy(update={"engine": settings.engine.model_copy(update=changes)})
-        )
+        return chosen(places, settings.engine.model_copy(update=changes))
 
     return {
         "hosts": hosts,

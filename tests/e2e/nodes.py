@@ -181,7 +181,7 @@ class Losing(ReplaySession):
 
     async def publish(self) -> None:
         await super().publish()
-        if self.version == 3:
+        if self.publisher.version == 3:
             self.site.lose(A)
 
 

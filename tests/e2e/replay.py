@@ -29,13 +29,19 @@ class NoEngines:
         return {}
 
 
+class Versions:
+    """Of a publisher."""
+
+    version = 0
+
+
 class ReplaySession(Session):
     def __init__(self, config: Config) -> None:
         super().__init__(config, rolls_out=False)
         self.order = PromptOrder(self._rows("train"), seed=config.run.seed, shuffle=True)
         self._first_prompts = self.order.state_dict()
         self.trees = self._iterations()
-        self.pool = NoEngines()  # type: ignore[assignment]
+        self.pool, self.publisher = NoEngines(), Versions()  # type: ignore[assignment]
 
     async def _grown(
         self, rows: Sequence[Row], *_: object, on_group: Callable[[Group], None], **__: object
@@ -49,11 +55,11 @@ class ReplaySession(Session):
         rng = np.random.default_rng(zlib.crc32(row.group_id.encode()))
         trees = random_group(rng, vocab=self.shape.vocab, group_id=row.group_id).trees
         for node in (node for tree in trees for node in tree.nodes):
-            node.policy_version = self.version
+            node.policy_version = self.publisher.version
         return Group(row, trees)
 
     async def publish(self) -> None:
-        self.version += 1
+        self.publisher.version += 1
 
 
 async def main(config: Config) -> None:

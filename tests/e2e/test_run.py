@@ -174,11 +174,12 @@ def test_killed_stopped_and_resumed_is_the_same(world: Path, whole: tuple[Path, 
 
 
 @pytest.mark.full
-def test_a_colocated_run_is_the_same(world: Path, whole: tuple[Path, dict]) -> None:
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+def test_a_colocated_run_is_the_same(world: Path, whole: tuple[Path, dict], transport: str) -> None:
     """Engines sleep while ranks train, ranks release what they need only to train: also around checkpoints
     and the evaluation at the end. On a CPU the engines keep their memory, which is said once."""
-    run = world / "colocated"
-    config = _config(world, run, cluster={"placement": "colocated"})
+    run = world / f"colocated_{transport}"
+    config = _config(world, run, cluster={"placement": "colocated"}, engine={"transport": transport})
     code, _ = (command := Command("train", config)).finish()
     assert code == 0, "".join(command.seen)
     assert sum("colocated on a CPU" in line for line in command.seen) == 1
@@ -186,11 +187,14 @@ def test_a_colocated_run_is_the_same(world: Path, whole: tuple[Path, dict]) -> N
 
 
 @pytest.mark.full
-def test_a_streamed_run_whose_sender_dies_is_the_same(world: Path, whole: tuple[Path, dict]) -> None:
+@pytest.mark.parametrize(("transport", "placement"), [("stream", "cpu"), ("ipc", "colocated")])
+def test_a_run_whose_sender_dies_is_the_same(
+    world: Path, whole: tuple[Path, dict], transport: str, placement: str
+) -> None:
     """No image: the trainers send every version. A rank dies while it sends version 3; other trainers go on
     from the checkpoint and publish to the engine that had got half of it."""
-    run = world / "streamed"
-    config = _config(world, run, engine={"transport": "stream"})
+    run = world / f"sent_by_{transport}"
+    config = _config(world, run, cluster={"placement": placement}, engine={"transport": transport})
     code, _ = (command := Command("train", config, module="tests.e2e.faulty")).finish()
     assert code == 0, "".join(command.seen)
     told = [line for line in command.seen if "send_version: rank 3 failed: RankDied" in line]
@@ -201,7 +205,8 @@ def test_a_streamed_run_whose_sender_dies_is_the_same(world: Path, whole: tuple[
 
 
 def test_untied_model_with_tensor_parallel_engines(world: Path) -> None:
-    """An untied Llama, engine TP 2, trainer PP 2 x DP 2: published weights arrive whole, twice."""
+    """An untied Llama, engine TP 2, trainer PP 2 x DP 2: published weights arrive whole, twice. Colocated:
+    engines sleep, and rank 0 lends them every bucket."""
     run = world / "untied"
     model = world / "untied_model"
     _untied_copy(world / "model", model)
@@ -209,7 +214,8 @@ def test_untied_model_with_tensor_parallel_engines(world: Path) -> None:
         world,
         run,
         model={"path": str(model), "dtype": "fp32"},
-        engine={"tp": 2},
+        cluster={"placement": "colocated"},
+        engine={"tp": 2, "transport": "ipc"},
         train={"iterations": 2, "parallel": {"tp": 1, "pp": 2, "dp": 2}, "optimizer": {"lr": 1e-3}},
         eval={"at_end": False},
     )

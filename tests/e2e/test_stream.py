@@ -1,7 +1,8 @@
-"""Trainer ranks on TP 2 x PP 2 send their weights, through gloo, to a vLLM engine that could be on another
-host: nothing passes through an image. The trainer's own log-probs are the second source.
+"""Trainer ranks on TP 2 x PP 2 send their weights to a vLLM engine: through gloo, as if it were on another
+host, or with `ipc` through memory that rank 0 lends. The trainer's own log-probs are the second source.
 
-About 80 s: four ranks and two engine starts.
+About three minutes. In `make test` a colocated run (`test_run`) borrows its versions, and `tests/dist` shows
+both wires.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Streaming:
 
     def offer(self) -> Update:
         engine = self.pool.config
-        return self.loop.run(self.trainer.keep(self.version + 1, engine.dtype, engine.tp, 60.0))
+        lends = engine.transport == "ipc"
+        return self.loop.run(self.trainer.keep(self.version + 1, engine.dtype, engine.tp, 60.0, lends=lends))
 
     def publish(self) -> None:
         update = self.offer()
@@ -86,13 +88,18 @@ class Streaming:
         os.kill(info.pids[0], signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def streaming(tmp_path_factory: pytest.TempPathFactory, _ray: None) -> Iterator[Streaming]:
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module", params=["stream", "ipc"])
+def streaming(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, _ray: None
+) -> Iterator[Streaming]:
     folder = tmp_path_factory.mktemp("stream")
     make_model(folder, family="qwen2", tied=True, seed=7)
     setup = RankSetup(str(folder), PARALLEL, "fp32", 1.0, AlgoConfig(), 120.0, 1)
     config = EngineConfig(
-        dtype="fp32", max_model_len=512, kv_cache_gib=0.1, transport="stream", update_timeout_s=60.0
+        dtype="fp32", max_model_len=512, kv_cache_gib=0.1, transport=request.param, update_timeout_s=60.0
     )
     here, layout = Spot(cluster.nodes()[0]), PARALLEL.layout
     places = cluster.Places(Placement("cpu", (here,) * layout.world_size, (here,)), layout)
@@ -158,7 +165,6 @@ def test_another_models_stream_is_refused(streaming: Streaming) -> None:
     assert len(run.made) == engines
 
 
-@pytest.mark.full
 def test_an_engine_that_dies_while_it_receives_is_replaced(streaming: Streaming) -> None:
     """The trainers drop its wire, end their send, and send again to the replacement."""
     run = streaming
@@ -170,7 +176,6 @@ def test_an_engine_that_dies_while_it_receives_is_replaced(streaming: Streaming)
     assert np.abs(run.trained() - run.served()).max() <= 1e-4
 
 
-@pytest.mark.full
 def test_trainers_that_die_while_they_send_are_replaced_and_publish_again(streaming: Streaming) -> None:
     """The engine is half loaded and ends with the send; its replacement waits for other trainers."""
     run = streaming

@@ -7,23 +7,34 @@ the cases of Transformer Engine and vLLM are skipped.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import importlib.util
 import math
+import multiprocessing
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
 from functools import partial
+from itertools import repeat
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_tree.algo.batch import PackingSpec, scoring_batch
 from megatron_tree.config import EngineConfig, Fp8Config, OptimizerConfig, ParallelConfig
 from megatron_tree.reshard import digest, image
+from megatron_tree.reshard.source import ParamMeta, buckets
+from megatron_tree.reshard.wire import borrow
 from megatron_tree.train import backends
 from megatron_tree.train.backends import BACKENDS, Attend
 from megatron_tree.train.context import gather_tokens
 from megatron_tree.train.tree_mask import TreeMask
+from megatron_tree.types import Stream
 from tests.gpu.bench import Bench, Figures, Skipped, overall
 from tools.bench_training_ranks import (
     attending,
@@ -231,6 +242,50 @@ def a_run(bench: Bench) -> Figures:
         }
 
 
+def lent_memory(bench: Bench) -> Figures:
+    """Versions through memory that the trainer lends to another process on its device, by CUDA IPC on a GPU,
+    against the model's file. The first send waits for that process."""
+    with bench.training() as trainer:
+        update = trainer.keep_version(1, bench.sizes.dtype, 1, 60.0, lends=True)
+        stream = replace(update.stream, wire="worker")
+        spawn = multiprocessing.get_context("spawn")
+        told, tells = spawn.Pipe(duplex=False)
+        worker = spawn.Process(target=_borrow, args=(stream, bench.device, tells))
+        worker.start()
+        trainer.send_version(update, [stream.wire])
+        began = time.monotonic()
+        trainer.send_version(update, [stream.wire])
+        seconds = time.monotonic() - began
+        got = told.recv()
+        worker.join()
+    weights, expected = load_file(bench.folder / "model.safetensors"), hashlib.sha256()
+    for name in update.names:
+        expected.update(weights[name].to(DTYPES[bench.sizes.dtype]).view(torch.uint8).numpy())
+    size = sum(weights[name].numel() for name in update.names) * DTYPES[bench.sizes.dtype].itemsize
+    return {
+        "gb_per_s": size / seconds / 1e9,
+        "holds": {"bit_for_bit": got == [expected.hexdigest()] * 2},
+    }
+
+
+def _borrow(stream: Stream, device: str, tells: Connection) -> None:
+    """The worker's process: tells the digests of two sends."""
+    timeout, dtype = timedelta(seconds=stream.timeout_s), getattr(torch, stream.dtype)
+    store = dist.TCPStore(*stream.address, is_master=False, timeout=timeout)
+    here = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    wire, sends = borrow(store, stream.wire, 0, 1, here, timeout), []
+    for _ in range(2):
+        got = []
+        for segment in stream.segments:
+            metas = [ParamMeta(*of) for of in zip(segment.names, repeat(dtype), segment.shapes)]
+            for bucket in buckets(metas, stream.bucket_bytes):
+                size = sum(meta.num_elements for meta in bucket) * dtype.itemsize
+                got.append(torch.empty(size, dtype=torch.uint8, device=here))
+                wire.broadcast(got[-1], src=0)
+        sends.append(got)
+    tells.send([hashlib.sha256(torch.cat(got).cpu().numpy()).hexdigest() for got in sends])
+
+
 def _weights(chunks: list[torch.nn.Module]) -> list[Tensor]:
     return [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
 
@@ -310,6 +365,7 @@ CASES: dict[str, Callable[[Bench], Figures]] = {
     "attention_node": partial(attention, "node"),
     "attention_in_a_step": attention_in_a_step,
     "a_run": a_run,
+    "lent_memory": lent_memory,
     "fp8_training_tensorwise": partial(fp8_training, "tensorwise"),
     "fp8_training_blockwise": partial(fp8_training, "blockwise"),
     "fp8_engine": fp8_engine,

@@ -38,6 +38,7 @@ CASES_S = {
     "attention_node": 60,
     "attention_in_a_step": 75,
     "a_run": 75,
+    "lent_memory": 60,
     "fp8_training_tensorwise": 75,
     "fp8_training_blockwise": 75,
     "fp8_engine": 150,

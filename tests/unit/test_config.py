@@ -131,12 +131,12 @@ CONTRADICTIONS = {
     "{train.fp8.recipe=blockwise,train.fp8.param_gather=true,train.parallel.distributed_optimizer=true,"
     "model.dtype=fp32}": "train.fp8.param_gather: needs model.dtype bf16, got fp32",
     "engine.transport=ipc": (
-        "engine.transport: must be auto, shm or stream; CUDA IPC needs a GPU to be built and tried on, and "
-        "shm serves trainers and engines of one host, got ipc"
+        "engine.transport: ipc needs cluster.placement colocated, where ranks and engines share GPUs, got "
+        "auto"
     ),
     "{engine.transport=stream,cluster.placement=colocated}": (
-        "engine.transport: must be auto or shm with cluster.placement colocated, since NCCL does not join "
-        "two processes on one GPU, got stream"
+        "engine.transport: must be auto, shm or ipc with cluster.placement colocated, since NCCL does "
+        "not join two processes on one GPU, got stream"
     ),
     "eval.every=1": NO_ROWS,
     "eval.at_start=true": NO_ROWS,

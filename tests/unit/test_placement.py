@@ -77,6 +77,14 @@ def test_worked_out_by_hand(
     assert (shown(found.ranks), shown(found.engines)) == (ranks, served)
 
 
+def test_gpus_that_have_a_worker_only() -> None:
+    """Those of the third engine in the table above; they could borrow no weights from a rank."""
+    settings = config("colocated", parallel={"tp": 4, "pp": 2}, count=3, tp=2)
+    assert place(settings, nodes(6, 6)).without_rank == ["10.0.0.0:4", "10.0.0.0:5"]
+    assert place(settings, nodes(8)).without_rank == []
+    assert place(settings, nodes(0)).without_rank == []
+
+
 def test_only_what_a_command_needs_is_placed() -> None:
     settings = config(parallel={"tp": 2}, count=2)
     assert shown(place(settings, nodes(2), rolls_out=False).ranks) == "a0 a1"

@@ -466,6 +466,19 @@ def test_the_layout_it_names_is_the_smallest_that_fits(tmp_path: Path) -> None:
         estimate(config(train={"parallel": {"tp": tp, "pp": pp // 2}, "micro_batch_tokens": 4608}), shape)
 
 
+def test_the_layout_it_names_takes_the_recipe(tmp_path: Path) -> None:
+    """Qwen2.5-14B on eight ranks: 13,824 / 8 rows are no whole blocks of 128, 13,824 / 4 are 27."""
+    qwen = LLAMA_70B | {"model_type": "qwen2", "hidden_size": 5120, "intermediate_size": 13824}
+    qwen |= {"num_hidden_layers": 48, "num_attention_heads": 40, "vocab_size": 152064}
+    shape, plan = shape_of(tmp_path, qwen), {"memory_gib": 46.0}
+    train = {"micro_batch_tokens": 4608, "parallel": {"tp": 1}, "recompute": {"granularity": "full"}}
+    for fp8, tp in ((None, 8), ({"recipe": "blockwise"}, 4)):
+        with pytest.raises(ValueError, match=f"smallest layout that fits is tp={tp} pp={8 // tp}([;,]|$)"):
+            estimate(config(train=train | {"fp8": fp8}, plan=plan), shape)
+        settings = config(train=train | {"fp8": fp8, "parallel": {"tp": tp, "pp": 8 // tp}}, plan=plan)
+        estimate(settings, shape)
+
+
 def test_shorter_micro_batches_are_named_where_they_help(tmp_path: Path) -> None:
     shape, parallel = shape_of(tmp_path, LLAMA_70B), {"tp": 8, "pp": 8}
     with pytest.raises(ValueError, match="micro_batch_tokens=") as refusal:
@@ -593,6 +606,60 @@ def test_too_few_devices_name_what_would_fit(devices: int, ways: str | None) -> 
     message = f"plan.devices: must hold 8 trainer ranks and 4 engine workers, 12, got {devices}; {ways}"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_devices(settings)
+
+
+@pytest.mark.parametrize(
+    ("devices", "placement", "dp", "transport"),
+    [
+        (8, "disaggregated", 1, "shm"),  # 4 ranks and 4 workers on one node
+        (None, "disaggregated", 1, "shm"),
+        (12, "disaggregated", 2, "stream"),  # 8 ranks, and 4 workers on the second node
+        (None, "disaggregated", 2, "stream"),
+        (8, "colocated", 2, "shm"),
+        (16, "colocated", 3, "ipc"),  # 12 ranks
+    ],
+)
+def test_how_versions_travel_follows_the_nodes(
+    devices: int | None, placement: str, dp: int, transport: str
+) -> None:
+    def settings(asked: str) -> Config:
+        return config(
+            plan={"devices": devices},
+            cluster={"placement": placement},
+            engine={"count": 2, "tp": 2, "transport": asked},
+            train={"parallel": {"tp": 2, "pp": 2, "dp": dp}},
+        )
+
+    assert check_devices(settings("auto")) == transport
+    if transport == "shm":
+        assert check_devices(settings("shm")) == "shm"
+        return
+    message = f"shm is for one host, and the run takes 2 nodes of 8 GPUs; {transport} is for several"
+    with pytest.raises(ValueError, match=f"^engine.transport: {message}$"):
+        check_devices(settings("shm"))
+
+
+def test_a_way_out_that_takes_more_devices_says_how_many(tmp_path: Path) -> None:
+    """8 bytes a rank of 70 billion parameters are 560 GB, on 80 GiB at least 8 ranks; with 4 workers 12 and
+    more. What is named passes."""
+    shape = shape_of(tmp_path, LLAMA_70B)
+
+    def settings(devices: int, **parallel: int) -> Config:
+        return config(
+            plan={"devices": devices},
+            engine={"count": 1, "tp": 4},
+            train={"parallel": {"tp": 8, **parallel}, "micro_batch_tokens": 4608},
+        )
+
+    with pytest.raises(ValueError, match=r"smallest layout that fits is tp=\d+ pp=\d+ with") as refused:
+        estimate(settings(12), shape)
+    tp, pp, devices = map(
+        int, re.findall(r"tp=(\d+) pp=(\d+) with plan.devices=(\d+)", str(refused.value))[0]
+    )
+    assert devices >= tp * pp + 4
+    estimate(settings(devices, tp=tp, pp=pp), shape)
+    with pytest.raises(ValueError, match=r"plan\.devices: must hold"):
+        estimate(settings(devices - 1, tp=tp, pp=pp), shape)
 
 
 def test_nothing_is_counted_on_a_cpu() -> None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_tree.reshard import image
-from megatron_tree.reshard.publish import Slots, sweep
+from megatron_tree.reshard.publish import Slots, check_room, sweep
 from tests.unit.shapes import small_shape
 
 SHAPE = small_shape()
@@ -168,3 +168,19 @@ def test_a_full_disk_is_one_line_and_leaves_nothing():
 def test_no_folder(tmp_path: Path):
     with pytest.raises(ValueError, match=r"^engine\.image_dir: must be a folder, got .*none$"):
         Slots(str(tmp_path / "none"), "run")
+
+
+def test_two_images_must_fit_beside_what_others_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on has one of its images there already; what a dead run left is swept first."""
+    size = image.size(SHAPE, torch.float32)
+    free = shutil.disk_usage(tmp_path)._replace(free=size + size // 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    message = f"must have room for two images of {size} bytes, got {size + size // 2}"
+    with pytest.raises(ValueError, match=f"^engine.image_dir: {tmp_path} {message}$"):
+        check_room(str(tmp_path), "run", size)
+    slots = Slots(str(tmp_path), "run")
+    slots.create(1, SHAPE, torch.float32)
+    check_room(str(tmp_path), "run", size)
+    slots.close()
+    with pytest.raises(ValueError, match=r"^engine.image_dir: must be a folder, got /nowhere$"):
+        check_room("/nowhere", "run", size)

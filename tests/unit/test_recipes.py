@@ -57,8 +57,7 @@ def test_plan_accepts_it_and_says_what_the_readme_says(
     assert not end.value.code
     plan = json.loads(capsys.readouterr().out)
     engine = recipe(name).engine
-    streamed = engine.transport == "stream"
-    memory, copies = ("a version, kept by its owners", 1) if streamed else ("two images in /dev/shm", 2)
+    memory, copies = ("a version, kept by its owners", 1) if engine.is_sent else ("two images in /dev/shm", 2)
     found = {
         "GPUs": recipe(name).train.parallel.layout.world_size + engine.count * engine.tp,
         "fullest training rank": max(stage["memory"]["total"] for stage in plan["stages"]) / GIB,
