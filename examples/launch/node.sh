@@ -67,7 +67,7 @@ hold() {
 
 stop_program() { # why
   [[ -z $stopping ]] || return 0
-  stopping=yes
+  stopping=$1
   say "$1: the program is asked to save and stop"
   [[ -z $program ]] || kill -TERM "$program" 2>/dev/null || true
 }
@@ -96,7 +96,9 @@ run_head() {
   say "Ray's head at $address"
   start_ray --head --node-ip-address="${address%:*}" --port="${address##*:}" --include-dashboard=false
   export RAY_ADDRESS=$address
-  run python "$here/wait_for_nodes.py" "$nodes" "$timeout_s" || return
+  if ! run python "$here/wait_for_nodes.py" "$nodes" "$timeout_s"; then
+    [[ $stopping == signal ]] && return 130 || return 1
+  fi
   run megatron-tree train "$@" --resume
 }
 
@@ -111,14 +113,18 @@ run_worker() {
     fi
     say "joining $address"
     start_ray --address="$address"
-    joined=yes
-    while [[ -z $stopping ]] && kill -0 "$ray" 2>/dev/null && head_is_up; do sleep 2; done
+    while [[ -z $stopping ]] && kill -0 "$ray" 2>/dev/null && head_is_up; do
+      if pgrep -P "$ray" -x raylet >/dev/null; then # the head has let this node in
+        joined=yes
+        deadline=$((SECONDS + timeout_s)) # one that fails may come again
+      fi
+      sleep 2
+    done
     [[ -z $stopping ]] || hold
     stop_ray
     say "left $address"
-    deadline=$((SECONDS + timeout_s)) # a head that failed may come again
   done
-  [[ -n $joined || -n $stopping ]] || { say "no head at $address within $timeout_s s" && return 1; }
+  [[ -n $joined || -n $stopping ]] || { say "no head at $address let this node in within $timeout_s s" && return 1; }
 }
 
 [[ $address =~ ^.+:[0-9]+$ ]] || refuse MEGATRON_TREE_HEAD host:port "$address"

@@ -6,6 +6,7 @@ Ends with status 1 and one line that says how many came. Not here: what the node
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 import time
 
@@ -20,6 +21,7 @@ def num_nodes(wanted: int, deadline: float) -> int:
     while True:
         try:
             ray.init(logging_level=logging.ERROR, log_to_driver=False)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler aborts with a dump
             break
         except (ConnectionError, RaySystemError):
             if time.monotonic() > deadline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 from importlib.metadata import version
 from itertools import pairwise
@@ -132,6 +133,26 @@ def test_scripts_refuse_before_they_start_anything(command: str) -> None:
         [LAUNCH / script, *arguments], env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (2, f"{Path(script).name}: {REFUSED[command]}\n")
+
+
+def test_a_worker_that_the_head_does_not_let_in_gives_up(tmp_path: Path) -> None:
+    """A head that answers, as one with another token does, and a `ray` that ends at once. It is not as
+    if the head had ended, which is status 0."""
+    ray = tmp_path / "ray"
+    ray.write_text("#!/bin/sh\nsleep 0.2\nexit 1\n")
+    ray.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "MEGATRON_TREE_HEAD": address,
+            "MEGATRON_TREE_JOIN_TIMEOUT_S": "1",
+        }
+        done = subprocess.run(
+            [LAUNCH / "node.sh", "worker"], env=environment, capture_output=True, text=True, check=False
+        )
+    last = f"node.sh: no head at {address} let this node in within 1 s"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last)
 
 
 def test_the_image_installs_what_is_locked() -> None:
