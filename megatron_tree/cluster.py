@@ -19,7 +19,6 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -133,8 +132,8 @@ class Places:
 
     def check_room(self, image_dir: str, run_id: str, image_bytes: int) -> None:
         """`publish.check_room` where rank 0 writes."""
-        check = partial(publish.check_room, image_dir, run_id, image_bytes)
-        _on([self._placement.ranks[0].node], check)
+        here = [self._placement.ranks[0].node]
+        _on(here, lambda: publish.check_room(image_dir, run_id, image_bytes))
 
     def rank(self, rank: int) -> Spot:
         width = self._layout.tp * len(self._placement.ranks[rank].gpus)  # ranks move with their group
