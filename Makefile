@@ -15,7 +15,7 @@ TEST := $(BIN)/python -m pytest
 QUICKSTART := runs/quickstart
 
 help: ## Show this list.
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 25
 
 setup: ## Make or update .venv (Python 3.11 or 3.12) with the pinned packages of the CPU build.
 	@if [[ $$(cat $(STAMP) 2>/dev/null) == "$(WANTED)" ]]; then exit 0; fi

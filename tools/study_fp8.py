@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the quickstart is found however this is started
 from examples.quickstart.prepare import prepare
 from megatron_tree.evaluate import Z95
+from megatron_tree.train.precision import RECIPES
 
 CONFIG = Path(__file__).parents[1] / "examples/quickstart/config.yaml"
 FFN = 512
@@ -122,9 +123,10 @@ def summaries_of(args: argparse.Namespace) -> Iterator[tuple[str, list[dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/study_fp8"))
+    out = "a run that is whole there is not done again, whatever its settings were"
+    parser.add_argument("--out", type=Path, default=Path("runs/study_fp8"), help=out)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--recipe", default="blockwise", help="of train.fp8")
+    parser.add_argument("--recipe", choices=RECIPES, default="blockwise", help="of train.fp8")
     parser.add_argument("--before", default="", help="put before the command of every run, e.g. a queue's")
     parser.add_argument("overrides", nargs="*", help="key.sub=value, for all runs")
     args = parser.parse_args()
