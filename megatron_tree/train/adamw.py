@@ -35,8 +35,10 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
         assert adam_w_mode, "decay is decoupled from the gradient"
+        assert not capturable, "steps are counted on the host"
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     @torch.no_grad()

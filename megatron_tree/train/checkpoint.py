@@ -8,6 +8,7 @@ when to save, which one is the latest, and the driver's own state (`session`, `r
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,9 @@ _METADATA = {
     "chained_optim_avoid_prefix": True,  # names do not depend on how the optimizer is put together
     "distrib_optim_sharding_type": "fully_reshardable",  # a distributed one's states in any layout
 }
+# Megatron-Core from 0.19 on writes through nvidia-resiliency-ext unless told so; before there is no choice
+_CHOOSES = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+_WRITER = {"async_strategy": "mcore"} if _CHOOSES else {}
 
 
 class Saver:
@@ -41,7 +45,7 @@ class Saver:
         """Starts writing into a folder that exists and is empty; the model may change from here on."""
         state = _state(chunks, optimizer, is_loading=False)
         state |= {"step_index": step_index, "distributed_optimizer": _is_distributed(optimizer)}
-        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True, **_WRITER)
         self._queue.schedule_async_request(request)
 
     def finish(self, *, blocking: bool) -> bool:

@@ -283,13 +283,12 @@ def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _mark_split_weights(model: TreeGPTModel) -> None:
-    """Megatron marks a weight as split over tensor-parallel ranks only while it initialises it. Without the
-    mark the gradient norm takes it for a duplicate and counts one rank's part. Transformer Engine's layers
-    always mark theirs."""
+    """Megatron before 0.19 marks a weight as split over tensor-parallel ranks only while it initialises it.
+    Without the mark the gradient norm takes it for a duplicate and counts one rank's part. Transformer
+    Engine's layers always mark theirs."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             dim = 1 if isinstance(module, RowParallelLinear) else 0
-            if (
-                module.weight is not None
-            ):  # the output layer has none where it is tied to an embedding of its own stage
+            # the output layer has no weight where it is tied to an embedding of its own stage
+            if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)

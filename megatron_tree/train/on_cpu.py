@@ -25,6 +25,7 @@ def install() -> None:
 
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # type: ignore[assignment,return-value]
+    torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment,method-assign]
     # recomputation forks the CUDA generator; without dropout it draws nothing from it

@@ -22,7 +22,8 @@ recipes: list[Any] = [None]  # of the contexts that are open, the innermost last
 
 
 class Linear(torch.nn.Module):
-    """One rank's part of a linear layer. Remembers the recipe that it last ran under."""
+    """One rank's part of a linear layer. Remembers the recipe that it last ran under, and keeps a copy of its
+    weight from the first micro-batch of a step on."""
 
     def __init__(
         self,
@@ -41,6 +42,8 @@ class Linear(torch.nn.Module):
         self.weight = self._parameter((out_features, in_features), params_dtype, device)
         self.bias = self._parameter((out_features,), params_dtype, device) if bias else None
         self.recipe: Any = None
+        self._fp8_workspaces: dict[str, Tensor] = {}
+        self.num_copies = 0
 
     def _parameter(
         self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -53,6 +56,9 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         self.recipe = recipes[-1]
+        if self.recipe is not None and is_first_microbatch:
+            self._fp8_workspaces["weight"] = self.weight.detach().clone()  # for all micro-batches
+            self.num_copies += 1
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
     def get_extra_state(self) -> Tensor:
@@ -65,8 +71,9 @@ class Linear(torch.nn.Module):
 class RMSNorm(torch.nn.Module):
     def __init__(
         self,
-        hidden_size: int,
+        hidden_size: int = 0,  # so Megatron-Core 0.16 calls it
         *,
+        normalized_shape: int = 0,  # and 0.19
         eps: float,
         sequence_parallel: bool,
         params_dtype: torch.dtype,
@@ -75,7 +82,9 @@ class RMSNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=params_dtype, device=device))
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size or normalized_shape, dtype=params_dtype, device=device)
+        )
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
