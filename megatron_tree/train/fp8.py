@@ -12,7 +12,8 @@ products are then those of the model's own dtype. Scales, with `top` the largest
 
 `hybrid` rounds output gradients to E5M2, everything else to E4M3. Departures from Transformer Engine:
 products are accumulated in the model's dtype, the amax of a tensor is that of one rank's part (tensorwise),
-and the history of delayed scaling moves on once a step. Not here: the layers (`fp8_layers`).
+and the history of delayed scaling moves on once a step, also where that only scores. Not here: the layers
+(`fp8_layers`).
 """
 
 from __future__ import annotations

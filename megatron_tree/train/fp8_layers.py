@@ -57,8 +57,12 @@ class Fp8RowParallelLinear(_Fp8Linear, RowParallelLinear):
 
 
 def end_step(chunks: Iterable[torch.nn.Module]) -> None:
-    """Moves the history of delayed scaling on, by the largest amaxes of all ranks that share a layer."""
-    modules = (module for chunk in chunks for module in chunk.modules())
+    """Moves the history of delayed scaling on, by the largest amaxes of all ranks that share a layer. Drops
+    the copies in FP8 of their weights that Transformer Engine's layers made for the step: they take as much
+    memory as the weights, which engines may need meanwhile, and the next step makes them anew."""
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    for module in modules:
+        getattr(module, "_fp8_workspaces", {}).clear()
     delayed = [
         module for module in modules if isinstance(module, Quantiser) and module.config.recipe == "delayed"
     ]
@@ -77,6 +81,15 @@ def numbers(model: torch.nn.Module) -> dict[str, Tensor]:
         name: dequantize_fp8_tensor(param) if is_float8tensor(param) else param
         for name, param in model.named_parameters()
     }
+
+
+def forget_taken(model: torch.nn.Module) -> None:
+    """Of weights in FP8, for a second optimizer: the first one took the values that they had before rounding,
+    and what gives them now gives None. Without it Megatron starts from the weights."""
+    for param in model.parameters():
+        given = getattr(param, "get_high_precision_init_val", None)
+        if given is not None and given() is None:
+            del param.get_high_precision_init_val
 
 
 @contextmanager

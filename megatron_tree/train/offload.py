@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -21,9 +22,9 @@ HOST = "cpu"  # the device of tensors that are on the host already
 class Released:
     """Emptied storages. `take_back` fills them again."""
 
-    def __init__(self, dropped: Iterable[Tensor], kept: Iterable[Tensor]) -> None:
-        self._dropped = [(storage, storage.nbytes()) for storage in _storages(dropped)]
-        self._kept = [(storage, _on_host(storage)) for storage in _storages(kept)]
+    def __init__(self, dropped: Iterable[torch.UntypedStorage], kept: Iterable[torch.UntypedStorage]) -> None:
+        self._dropped = [(storage, storage.nbytes()) for storage in dropped]
+        self._kept = [(storage, _on_host(storage)) for storage in kept]
         for storage, _ in (*self._dropped, *self._kept):
             storage.resize_(0)
         if torch.cuda.is_available():
@@ -43,11 +44,11 @@ def release(
     optimizer: MegatronOptimizer | None,
     reference: Iterable[Tensor],
 ) -> Released:
-    gradients = (buffer.grad_data for chunk in chunks for buffer in chunk.buffers)
-    actor = {param.untyped_storage().data_ptr() for chunk in chunks for param in chunk.parameters()}
+    gradients = _storages(buffer.grad_data for chunk in chunks for buffer in chunk.buffers)
+    actor = {s.data_ptr() for s in _storages(param for chunk in chunks for param in chunk.parameters())}
     others = (*(() if optimizer is None else _held_by(optimizer)), *reference)
-    kept = (t for t in others if t.device.type != HOST and t.untyped_storage().data_ptr() not in actor)
-    return Released(gradients, kept)
+    kept = _storages(tensor for tensor in others if tensor.device.type != HOST)
+    return Released(gradients, [storage for storage in kept if storage.data_ptr() not in actor])
 
 
 def _held_by(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
@@ -61,8 +62,16 @@ def _held_by(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Each once, the empty ones left out."""
-    found = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = (part.untyped_storage() for tensor in tensors for part in _parts(tensor))
+    found = {storage.data_ptr(): storage for storage in storages}
     return [storage for storage in found.values() if storage.nbytes()]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Those that hold the bytes. Transformer Engine's weights in FP8 have none of their own."""
+    if not is_float8tensor(tensor):
+        return [tensor]
+    return [part for part in tensor.get_data_tensors() if part is not None]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:

@@ -70,6 +70,8 @@ def make_optimizer(chunks: Sequence[DistributedDataParallel], config: OptimizerC
     """Megatron's AdamW, distributed where the gradient buffers are. Norms and biases do not decay (Megatron's
     rule, which its own scheduler, not used here, applies)."""
     model = chunks[0].config
+    for chunk in chunks:
+        fp8_layers.forget_taken(chunk)
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron_tree.algo.batch import PackingSpec, scoring_batch, sft_batch
 from megatron_tree.config import Fp8Config, OptimizerConfig, RecomputeConfig
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.train import precision
+from megatron_tree.train import fp8_layers, precision
 from megatron_tree.train.fp8 import Product, Quantiser
 from megatron_tree.train.rank import TrainRank
 from tests.dist.harness import Case, export, run
@@ -131,6 +131,17 @@ def test_megatron_takes_the_settings_and_means_the_same_layers(fp8: Fp8Config) -
     theirs = [is_first_last_bf16_layer(config, layer) for layer in range(8)]
     assert theirs == [precision.of_layer(fp8, 8, layer) is None for layer in range(8)]
     assert (config.fp8, config.fp8_recipe, config.fp8_param) == (fp8.format, fp8.recipe, fp8.param_gather)
+
+
+def test_a_second_optimizer_starts_from_weights_whose_values_the_first_one_took() -> None:
+    """The contract of Transformer Engine's `_attach_high_precision_init_val` (module/base.py), by which
+    Megatron's distributed optimizer makes its main copies: None once they were taken and cleared."""
+    linear = torch.nn.Linear(2, 3)
+    for param, value in ((linear.weight, None), (linear.bias, torch.zeros(3))):
+        param.get_high_precision_init_val = lambda value=value: value
+    fp8_layers.forget_taken(linear)
+    assert not hasattr(linear.weight, "get_high_precision_init_val")
+    assert torch.equal(linear.bias.get_high_precision_init_val(), torch.zeros(3))
 
 
 def _rounded_linear(weight: torch.Tensor, quantise: Quantiser, x: torch.Tensor) -> torch.Tensor:

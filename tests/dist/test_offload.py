@@ -67,6 +67,29 @@ def test_weights_are_the_same_bit_for_bit(root: Path, kind: str) -> None:
     assert all(torch.equal(stayed[name], left[name]) for name in stayed)
 
 
+def test_weights_in_fp8_leave_by_their_parts() -> None:
+    """The contract of Transformer Engine's `QuantizedTensor`: bytes by rows and, where it trains, by columns;
+    a storage that is always empty."""
+
+    class InFp8:
+        device = torch.device("cpu")
+        rows = torch.arange(6, dtype=torch.uint8)
+
+        def untyped_storage(self) -> torch.UntypedStorage:
+            return torch.UntypedStorage(0)
+
+        def get_data_tensors(self) -> tuple[torch.Tensor | None, ...]:
+            return self.rows, None
+
+    weight = InFp8()
+    fp8 = patch.object(offload, "is_float8tensor", lambda tensor: isinstance(tensor, InFp8))
+    with patch.object(offload, "HOST", "elsewhere"), fp8:
+        released = offload.release([], None, [weight])  # type: ignore[list-item]
+        assert weight.rows.untyped_storage().nbytes() == 0
+        released.take_back()
+    assert weight.rows.tolist() == [0, 1, 2, 3, 4, 5]
+
+
 def _two_steps(trainer: TrainRank, case: Case, out: Path) -> None:
     trainer.take_reference(None)
     trainer.begin(OptimizerConfig(lr=1e-2), 2)

@@ -48,6 +48,12 @@ def test_megatron_puts_the_recipe_around_the_layers_between_the_ends(found: dict
     assert found["delayed"]["recipes"] == [[[DELAYED, "hybrid", 1024, "max"]] * LINEARS] * 4
 
 
+def test_copies_of_weights_are_made_anew_for_each_step_and_do_not_stay(found: dict[str, Any]) -> None:
+    """Two scores and three steps; the ends have none. What stayed would lie beside engines that a colocated
+    run wakes."""
+    assert found["te"]["copies"] == [[0, 0], [5, 0], [5, 0], [0, 0]]
+
+
 @pytest.mark.parametrize("way", ["te_then_local", "local_then_te", "delayed_then_delayed"])
 def test_checkpoints_do_not_depend_on_the_layers(found: dict[str, Any], way: str) -> None:
     """A step after the load ends where the run that saved ends with that step."""
@@ -120,8 +126,9 @@ def _train(
     after = np.concatenate(trainer.score(scored, "actor") or []).tolist()
     facts: dict[str, Any] = {}
     if resume is None:
-        facts = {"logprobs": logprobs.tolist(), "recipes": _recipes(trainer) if fp8 else None}
+        facts = {"logprobs": logprobs.tolist()}
         if fp8:
+            facts |= {"recipes": _recipes(trainer), "copies": _copies(trainer)}
             results |= _classes(trainer)
     trainer.stop()
     return facts, after
@@ -152,6 +159,11 @@ def _recipes(trainer: Any) -> list[list[Any]]:
         return recipe and [name, recipe.fp8_format, recipe.amax_history_len, recipe.amax_compute_algo]
 
     return [[plain(linear.recipe) for linear in layer] for layer in _linears(trainer)]
+
+
+def _copies(trainer: Any) -> list[list[int]]:
+    """How many the first linear layer of each layer made, and how many it still has."""
+    return [[linear.num_copies, len(linear._fp8_workspaces)] for linear, *_ in _linears(trainer)]
 
 
 def _classes(trainer: Any) -> dict[str, Any]:
