@@ -12,12 +12,14 @@ import math
 from dataclasses import dataclass, replace
 from operator import mul
 
-from megatron_tree.config import ParallelConfig, RecomputeConfig
+from megatron_tree.config import Fp8Config, ParallelConfig, RecomputeConfig
 from megatron_tree.layout import Coordinates, ParallelLayout
 from megatron_tree.planner.activations import BYTES, Activations, Backend, Dtype, PackedTokens
 from megatron_tree.planner.schedule import passes
+from megatron_tree.planner.work import layer_parameters
 from megatron_tree.reshard import plan
 from megatron_tree.reshard.names import EMBEDDING, TIED_HEAD, ModelShape
+from megatron_tree.train import precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class TrainState:
     num_microbatches: int  # of a step, on each dp rank
     reference: bool
     recompute: RecomputeConfig
+    fp8: Fp8Config | None = None  # of products that Transformer Engine computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class RankMemory:
     """Bytes of one rank at its fullest moment."""
 
     weights: int
+    fp8_copies: int  # of weights, beside them while a step lasts
     gradients: int
     optimizer: int
     reference: int
@@ -47,7 +51,7 @@ class RankMemory:
 
     @property
     def kept(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.reference
+        return self.weights + self.fp8_copies + self.gradients + self.optimizer + self.reference
 
     @property
     def total(self) -> int:
@@ -76,6 +80,7 @@ def rank_memory(shape: ModelShape, parallel: ParallelConfig, stage: int, state: 
     full = state.recompute.model_copy(update={"granularity": "full"})
     return RankMemory(
         weights=element * buffered,
+        fp8_copies=_fp8_copies(shape, layout, stage, state.fp8),
         gradients=4 * buffered,
         optimizer=states,
         reference=element * parameters if state.reference else 0,
@@ -102,6 +107,19 @@ def _padded(shape: ModelShape, layout: ParallelLayout, sizes: dict[str, int], sh
     buckets = ([n for name, n in sizes.items() if (name in own) == alone] for alone in (True, False))
     unit = math.lcm(shards, 128)
     return sum(-(-sum(-(-n // 64) * 64 for n in bucket) // unit) * unit for bucket in buckets)
+
+
+def _fp8_copies(shape: ModelShape, layout: ParallelLayout, stage: int, fp8: Fp8Config | None) -> int:
+    """Each matrix of a layer by rows and by columns, a byte an element; `mxfp8` has a scale of a byte for
+    every 32. Weights that are kept in FP8 (`param_gather`) are their own copies, as large as in bf16."""
+    if fp8 is None or fp8.param_gather:
+        return 0
+    chunks = (layout.stage_layers(shape.num_layers, stage, chunk) for chunk in range(layout.vpp))
+    layers = sum(
+        precision.of_layer(fp8, shape.num_layers, layer) is not None for chunk in chunks for layer in chunk
+    )
+    elements = layers * layer_parameters(shape) // layout.tp
+    return 2 * elements + (2 * elements // 32 if fp8.recipe == "mxfp8" else 0)
 
 
 def _fullest(

@@ -8,6 +8,7 @@ which multiples from its quantisers. Not here: which layers compute it (`kernels
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -78,9 +79,10 @@ def check(fp8: Fp8Config | None, device: Device | None, shape: ModelShape, layou
         )
     fault = next(_faults(fp8, device, shape, layout), None)
     if fault is not None:
-        instead = (fp8.model_copy(update={"recipe": name}) for name in RECIPES[fp8.recipe].nearest)
         runs = (
-            f"train.fp8.recipe={other.recipe}" for other in instead if _runs(other, device, shape, layout)
+            f"train.fp8.recipe={other.recipe}"
+            for other in _instead(fp8)
+            if _runs(other, device, shape, layout)
         )
         raise ValueError(
             f"train.fp8.recipe: {fault}; the nearest that runs is {next(runs, 'train.fp8=null')}"
@@ -150,6 +152,13 @@ def _device_faults(name: str, device: Device) -> Iterator[str]:
         yield f"{name} needs {recipe.capabilities}, got {_dotted(capability)}"
     if device.cuda is not None and recipe.cuda is not None and device.cuda < recipe.cuda:
         yield f"{name} needs CUDA {_dotted(recipe.cuda)} or higher, got {_dotted(device.cuda)}"
+
+
+def _instead(fp8: Fp8Config) -> Iterator[Fp8Config]:
+    """The same with the recipes that come nearest, best first, where its other fields go with them."""
+    for name in RECIPES[fp8.recipe].nearest:
+        with suppress(ValueError):
+            yield Fp8Config.model_validate(fp8.model_dump() | {"recipe": name})
 
 
 def _runs(fp8: Fp8Config, device: Device | None, shape: ModelShape, layout: ParallelLayout) -> bool:

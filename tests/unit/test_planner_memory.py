@@ -3,9 +3,11 @@ tests/dist/test_planner.py."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_tree.config import ParallelConfig, RecomputeConfig
+from megatron_tree.config import Fp8Config, ParallelConfig, RecomputeConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.planner.activations import Activations, PackedTokens
 from megatron_tree.planner.memory import TrainState, rank_memory
@@ -182,3 +184,22 @@ def test_buffers_of_the_distributed_optimizer_by_hand() -> None:
             4 * elements,
             2 * elements,  # 8 over 4 shards
         )
+
+
+@pytest.mark.parametrize(
+    ("fp8", "copies"),
+    [
+        ({"recipe": "tensorwise"}, (2 * 288, 2 * 288)),
+        ({"recipe": "blockwise", "first_last_layers_bf16": 1}, (2 * 144, 2 * 144)),
+        ({"recipe": "mxfp8"}, (2 * 288 + 18, 2 * 288 + 18)),  # a scale of a byte for every 32
+        ({"recipe": "blockwise", "param_gather": True}, (0, 0)),  # the weights are their own
+    ],
+)
+def test_copies_of_weights_in_fp8_by_hand(fp8: dict[str, object], copies: tuple[int, int]) -> None:
+    """Matrices of a layer of `small_shape`: 48 + 24 + 48 + 24 = 144, two layers in each of two stages.
+    Transformer Engine keeps each by rows and by columns (`quantize_weight`), a byte an element."""
+    for stage, expected in enumerate(copies):
+        train = replace(state(), fp8=Fp8Config.model_validate(fp8))
+        found = rank_memory(small_shape(num_layers=4), ParallelConfig(pp=2), stage, train)
+        plain = rank_memory(small_shape(num_layers=4), ParallelConfig(pp=2), stage, state())
+        assert (found.fp8_copies, found.kept - plain.kept) == (expected, expected)

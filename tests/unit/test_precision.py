@@ -111,6 +111,13 @@ def test_refusals_name_the_rule_and_the_nearest(
         precision.check(recipe(name), device, replace(SHAPE, **shape), ONE)
 
 
+def test_the_nearest_goes_with_the_other_fields() -> None:
+    """Blackwell would run mxfp8, which cannot keep its weights in FP8 (the config's rule)."""
+    kept, odd = recipe("blockwise", param_gather=True), replace(SHAPE, ffn=1056)
+    with pytest.raises(ValueError, match=r"the nearest that runs is train\.fp8\.recipe=tensorwise$"):
+        precision.check(kept, gpu(10, 0), odd, ONE)
+
+
 def test_sizes_are_those_of_a_rank() -> None:
     """1024 ffn rows over 16 ranks are 64: too few for blocks of 128, enough for blocks of 32."""
     wide = replace(SHAPE, heads=16, kv_heads=16)
