@@ -146,7 +146,7 @@ class Sender:
                 stage = f"{name}/stage {self._source.stage}"
                 self._wires[name] = Wire(self._store, stage, 0, 1 + stream.num_workers, timeout)
         elif self._memory is not None and (
-            near := _near(self._store, name, stream.num_workers, self._memory)
+            near := _near(self._store, name, stream.num_workers, self._memory, timeout)
         ):
             at = f"{name}/{self._memory}"
             self._wires[name] = LendingWire(self._store, at, 0, 1 + len(near), timeout)
@@ -169,10 +169,12 @@ def borrow(
     lenders = store.get(LENDERS).decode().split()
     if memory not in lenders:
         raise RuntimeError(f"worker {worker}: no trainer rank is on its device {memory}")
-    near = _near(store, name, num_workers, memory)
+    near = _near(store, name, num_workers, memory, timeout)
     return LendingWire(store, f"{name}/{memory}", 1 + near.index(worker), 1 + len(near), timeout)
 
 
-def _near(store: dist.Store, name: str, num_workers: int, memory: str) -> list[int]:
+def _near(store: dist.Store, name: str, num_workers: int, memory: str, timeout: timedelta) -> list[int]:
     """The engine's workers that can map this memory; waits until all have said which theirs is."""
-    return [w for w in range(num_workers) if store.get(f"{name}/memory of {w}").decode() == memory]
+    said = [f"{name}/memory of {worker}" for worker in range(num_workers)]
+    store.wait(said, timeout)
+    return [worker for worker, key in enumerate(said) if store.get(key).decode() == memory]

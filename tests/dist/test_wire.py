@@ -59,7 +59,9 @@ class Engine:
         if self.way == "sent":
             return wire.Wire(self.store, "engine", 0, 1 + len(self.workers), TIMEOUT)
         memory = ipc.memory("cpu")
-        assert wire._near(self.store, "engine", len(self.workers), memory) == [*range(len(self.workers))]
+        assert wire._near(self.store, "engine", len(self.workers), memory, TIMEOUT) == [
+            *range(len(self.workers))
+        ]
         return wire.LendingWire(self.store, f"engine/{memory}", 0, 1 + len(self.workers), TIMEOUT)
 
 
