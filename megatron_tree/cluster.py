@@ -243,7 +243,7 @@ class RayEngine:
         self.index = index
         self.info: EngineInfo | None = None
 
-    async def start(self, update: Update | None) -> None:
+    async def start(self, update: Update | None) -> int:
         try:
             self._spot = await asyncio.to_thread(self._places.engine, self.index)
         except RunFailed as failure:
@@ -252,6 +252,7 @@ class RayEngine:
         actor = ray.remote(Engine).options(max_concurrency=4096, **options)
         self._actor = actor.remote(self._model, self._config, self._places.placement.mode == "colocated")
         self.info = await self._call("start", update)
+        return self.info.version
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         return await self._call("generate", request)

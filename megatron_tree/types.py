@@ -200,8 +200,8 @@ class Stream:
     bucket_bytes: int
     num_workers: int  # of an engine
     timeout_s: float  # of anything on a wire
-    lends: bool  # engines read the memory of ranks on their own devices; else they are sent the bytes
     segments: tuple[Segment, ...]  # the whole model in layer order
+    lends: bool = False  # workers read the memory of ranks on their own devices; else they are sent the bytes
     wire: str = ""  # name of this engine's; the pool gives every engine process one of its own
 
 

@@ -63,7 +63,7 @@ class Engine:
         self._broken = ""  # why the weights are neither the old nor the new version's
 
     async def start(self, update: Update | None = None) -> EngineInfo:
-        """Starts vLLM and, if given, loads the published version.
+        """Starts vLLM and, if given and its image is seen from here, loads the published version.
 
         ValueError for what vLLM or `check` refuses, EngineDied for a start that failed.
         """
@@ -89,7 +89,7 @@ class Engine:
             )
         if not self._config.is_sent:  # else there is nothing to meet yet
             await self._llm.init_weight_transfer_engine(WeightTransferInitRequest())
-        if update is not None:
+        if update is not None and Path(update.image).exists():
             await self.check(update)
             await self.update(update)
         return self.info()
@@ -306,13 +306,18 @@ def _sampling(request: GenerateRequest) -> SamplingParams:
 
 
 def _segments(pids: Sequence[int]) -> tuple[str, ...]:
-    """Files of `multiprocessing` (queues, locks) mapped by these processes, which alone know the names."""
-    found = set()
+    """Files of `multiprocessing` (queues, locks) mapped by these processes, which alone know the names. By
+    inode, since glibc maps a lock in the process that makes it under a name that is gone."""
+    inodes = set()
     for pid in pids:
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()
         except OSError:
             continue  # it ended meanwhile
-        named = (line.split()[-1] for line in maps.splitlines() if not line.endswith("(deleted)"))
-        found.update(path for path in named if path.startswith(("/dev/shm/psm_", "/dev/shm/sem.mp-")))
-    return tuple(sorted(found))
+        fields = (line.split() for line in maps.splitlines())
+        inodes |= {
+            of[4] for of in fields if len(of) > 5 and of[5].startswith(("/dev/shm/psm_", "/dev/shm/sem."))
+        }
+    with os.scandir("/dev/shm") as files:
+        ours = (file for file in files if file.name.startswith(("psm_", "sem.mp-")))
+        return tuple(sorted(file.path for file in ours if str(file.inode()) in inodes))

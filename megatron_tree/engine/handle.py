@@ -20,8 +20,9 @@ class EngineHandle(Protocol):
     wrong.
     """
 
-    async def start(self, update: Update | None) -> None:
-        """Loads the model and, if given, the published version, before any request is taken."""
+    async def start(self, update: Update | None) -> int:
+        """Loads the model and, if given, the published version, before any request is taken. Returns the
+        version that it then serves: 0, the model folder's, also where it does not see the image."""
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:

@@ -8,8 +8,8 @@ Invariants (tests/unit/test_pool.py, under the same words):
 4. A refused update changes nothing; an accepted one reaches every engine, by a restart if need be.
 
 A version lies in an image that every engine reads by itself, or the trainers send it (`feed`). They can send
-the one that they published last at any time, between two of their steps; if they failed themselves, an engine
-that needs it takes no request until the next update.
+the one that they published last at any time, between two of their steps; if they failed themselves, or the
+image was on a host that is lost, an engine that needs it takes no request until the next update.
 
 Not here: what an engine is (`handle`), processes and Ray (`cluster`). The pool belongs to one event loop.
 """
@@ -69,7 +69,7 @@ class _Slot:
     num_routes: int = 0
     num_restarts: int = 0
     version: int | None = None  # None: the model folder's weights
-    behind: bool = False  # the engine is well, but nobody could send it the current version
+    behind: bool = False  # the engine is well, but could not have the current version
     progressed: float = 0.0  # when the engine last answered anything
     lost: Exception | None = None  # why it is not restarted any more
 
@@ -202,7 +202,22 @@ class EnginePool:
             if not self._live():
                 raise EngineDied(f"no engine is left: {self._slots[-1].lost}")
             self._changed.clear()
-            await self._changed.wait()
+            if self.feed is None and all(slot.behind for slot in self._live()):
+                await self._another_version()
+            else:
+                await self._changed.wait()
+
+    async def _another_version(self) -> None:
+        """Trainers that restart elsewhere publish one; if they never failed, none may come."""
+        limit = self.config.start_timeout_s
+        try:
+            await asyncio.wait_for(self._changed.wait(), limit)
+        except TimeoutError:
+            assert self._current is not None, "an engine is behind something"
+            raise EngineDied(
+                f"no engine sees {self._current.image}, and no other version came in "
+                f"engine.start_timeout_s = {limit:g} s"
+            ) from None
 
     async def _while_progress(self, slot: _Slot, call: Awaitable[Result]) -> Result:
         """Awaits a request; EngineDied after the time-out.
@@ -268,13 +283,14 @@ class EnginePool:
         """The process, then the current version: it reads it as it starts, or the trainers send it."""
         slot.version, slot.behind = None, False
         start = slot.handle.start(None if self.feed is not None else update)
-        await _within(self.config.start_timeout_s, "engine.start_timeout_s", start)
-        if update is None or self.feed is None:
-            slot.version = None if update is None else update.version
-        elif self.feed.keeps(update.version):
+        served = await _within(self.config.start_timeout_s, "engine.start_timeout_s", start)
+        if update is None or served == update.version:
+            slot.version = None if update is None else served
+        elif self.feed is not None and self.feed.keeps(update.version):
             await self.feed.send(update, [slot.wire], lambda: self._load(slot, update))
         else:
             slot.behind = True
+            self.say(f"engine {slot.index} cannot have version {update.version} and waits for the next")
 
     async def _settled(self) -> None:
         """Waits until no engine is starting. Raises the ValueError of one that refused to start, and

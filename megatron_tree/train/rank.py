@@ -193,7 +193,7 @@ class TrainRank:
             if self.rank != 0:
                 return None
             address, there = (self.host, self._store.port), segments(self.shape, self.layout)
-            stream = Stream(address, WIRE_DTYPES[dtype], BUCKET_BYTES, num_workers, timeout_s, lends, there)
+            stream = Stream(address, WIRE_DTYPES[dtype], BUCKET_BYTES, num_workers, timeout_s, there, lends)
             return Update("", version, tuple(self.shape.tensors()), stream)
 
     def send_version(self, update: Update, wires: Sequence[str]) -> None:

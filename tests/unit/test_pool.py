@@ -26,14 +26,14 @@ class FakeEngine:
     index: int
     faults: dict[
         str, list[str]
-    ]  # method -> "die", "hang", "abort", "refuse" or "" for each call, first to last
+    ]  # method -> "die", "hang", "abort", "refuse", "blind" (start) or "" for each call, first to last
     version: int = 0
     started: bool = False
     killed: asyncio.Event = field(default_factory=asyncio.Event)
     served: list[str] = field(default_factory=list)
     wires: list[str] = field(default_factory=list)
 
-    async def _fault(self, method: str) -> None:
+    async def _fault(self, method: str) -> str:
         await asyncio.sleep(0)
         queue = self.faults.get(method, [])
         fault = queue.pop(0) if queue else ""
@@ -45,10 +45,12 @@ class FakeEngine:
             raise Aborted("cut off")
         if fault == "refuse":
             raise ValueError(f"{method}: refused")
+        return fault
 
-    async def start(self, update: Update | None) -> None:
-        await self._fault("start")
-        self.started, self.version = True, update.version if update else 0
+    async def start(self, update: Update | None) -> int:
+        sees = await self._fault("start") != "blind"
+        self.started, self.version = True, update.version if update and sees else 0
+        return self.version
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         assert self.started
@@ -359,3 +361,34 @@ def test_engines_that_nobody_can_send_to_wait_for_the_next_update() -> None:
         assert values(pool.metrics())["engine/restarts"] == 1
 
     run(story())
+
+
+def test_an_engine_that_does_not_see_the_image_waits_for_the_next_update() -> None:
+    """Its host is not the lost one, where the image was. Trainers that restart publish; without them the
+    requests end."""
+
+    async def story() -> None:
+        factory = Factory({"generate": ["die"]}, {"start": ["blind"]})
+        pool = pool_of(factory, 1, start_timeout_s=60.0)
+        said: list[str] = []
+        pool.say = said.append
+        await pool.start(update(1))
+        waiting = asyncio.create_task(pool(request(1)))
+        await asyncio.sleep(0.05)
+        assert factory.made[1].started
+        assert factory.made[1].served == []
+        assert said[-1] == "engine 0 cannot have version 1 and waits for the next"
+        await pool.update(update(2))
+        assert (await waiting).policy_version == 2
+
+    async def nobody_publishes() -> None:
+        pool = pool_of(Factory({"generate": ["die"]}, {"start": ["blind"]}), 1)
+        await pool.start(update(1))
+        message = (
+            r"^no engine sees /dev/shm/image, and no other version came in engine\.start_timeout_s = 0\.2 s$"
+        )
+        with pytest.raises(EngineDied, match=message):
+            await pool(request(1))
+
+    run(story())
+    run(nobody_publishes())
