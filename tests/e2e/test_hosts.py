@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.full
 def test_the_transport_follows_what_hosts_see(tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     alone.mkdir()
