@@ -11,7 +11,7 @@
 # SIGTERM, worker: the node stays while ranks and engines need it to save.
 # The program always runs with --resume: it goes on from the latest checkpoint of run.dir, or begins.
 #
-#   MEGATRON_TREE_HEAD            host:port of Ray's head, the same on all nodes; default 127.0.0.1:6379
+#   MEGATRON_TREE_HEAD            host:port of Ray's head, the same on all nodes; default, for one node: 127.0.0.1:6379
 #   MEGATRON_TREE_NODES           nodes to wait for, the head included; default 1
 #   MEGATRON_TREE_JOIN_TIMEOUT_S  how long head and workers wait for each other; default 600
 #   MEGATRON_TREE_RAY_ARGS        more arguments of `ray start` on this node, separated by spaces
@@ -130,6 +130,9 @@ run_worker() {
 [[ $address =~ ^.+:[0-9]+$ ]] || refuse MEGATRON_TREE_HEAD host:port "$address"
 [[ $nodes =~ ^[1-9][0-9]*$ ]] || refuse MEGATRON_TREE_NODES "a number from 1 up" "$nodes"
 [[ $timeout_s =~ ^[1-9][0-9]*$ ]] || refuse MEGATRON_TREE_JOIN_TIMEOUT_S "seconds, a whole number" "$timeout_s"
+if [[ ${1:-} == worker ]] || ((nodes > 1)); then # which no other host reaches at the default
+  [[ -n ${MEGATRON_TREE_HEAD:-} ]] || refuse MEGATRON_TREE_HEAD "set where there are several nodes" ""
+fi
 case ${1:-} in
   head) shift && run_head "$@" ;;
   worker) run_worker ;;

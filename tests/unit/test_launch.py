@@ -114,6 +114,10 @@ REFUSED = {
     "node.sh": "first argument: must be head, worker or hold, got ''",
     "node.sh head": "CONFIG: must be a file, got ''",
     "node.sh head nowhere.yaml": "CONFIG: must be a file, got 'nowhere.yaml'",
+    "node.sh worker": "MEGATRON_TREE_HEAD: must be set where there are several nodes, got ''",
+    "MEGATRON_TREE_NODES=2 node.sh head a.yaml": (
+        "MEGATRON_TREE_HEAD: must be set where there are several nodes, got ''"
+    ),
     "MEGATRON_TREE_HEAD=10.0.0.1 node.sh worker": "MEGATRON_TREE_HEAD: must be host:port, got '10.0.0.1'",
     "MEGATRON_TREE_NODES=0 node.sh worker": "MEGATRON_TREE_NODES: must be a number from 1 up, got '0'",
     "MEGATRON_TREE_JOIN_TIMEOUT_S=10m node.sh worker": (
