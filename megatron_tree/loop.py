@@ -10,6 +10,7 @@ the last iteration was trained.
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 from megatron_tree.evaluate import Result, gain_interval
@@ -30,32 +31,51 @@ class Story:
     start: float = field(default_factory=time.perf_counter)
     before: Result | None = None
     after: Result | None = None
+    ended: bool = False
 
 
 async def train(run: Session) -> dict[str, object]:
     """Warm-up, then iterations until `train.iterations`. Returns the summary. StopRequested leaves a
     checkpoint."""
-    story, config = Story(), run.config
+    story = Story()
     try:
-        if not await run.restore():
-            await run.warm_up()
-        run.log.restart_after(run.iteration)
-        await run.publish()
-        if config.eval.at_start and run.iteration == 0:
-            story.before = await evaluate(run)
+        await survived(run, begin(run))
         run.progress.start_clock()
-        while run.iteration < config.train.iterations:
-            try:
-                await iterate(run)
-            except TrainerFailed as failure:
-                await recover(run, failure)
-        if config.eval.at_end:
-            story.after = await evaluate(run)
-        await run.save(wait=True)
+        while not story.ended:
+            await survived(run, go_on(run, story))
     except StopRequested:
         await run.save(wait=True)
         raise
     return summary(run, story)
+
+
+async def begin(run: Session) -> None:
+    """To where the first iteration can start."""
+    if not await run.restore():
+        await run.warm_up()
+    run.log.restart_after(run.iteration)
+    await run.publish()
+
+
+async def go_on(run: Session, story: Story) -> None:
+    """From the last whole iteration to the end."""
+    config = run.config
+    if config.eval.at_start and run.iteration == 0 and story.before is None:
+        story.before = await evaluate(run)
+    while run.iteration < config.train.iterations:
+        await iterate(run)
+    if config.eval.at_end:
+        story.after = await evaluate(run)
+    await run.save(wait=True)
+    story.ended = True
+
+
+async def survived(run: Session, work: Awaitable[None]) -> None:
+    """`work`, or as much as is done when the trainer fails, and then a new one, at the latest checkpoint."""
+    try:
+        await work
+    except TrainerFailed as failure:
+        await recover(run, failure)
 
 
 async def recover(run: Session, failure: TrainerFailed) -> None:

@@ -1,5 +1,5 @@
 """Kill -9 of the whole program at random points: it always goes on from a whole checkpoint, to the same
-numbers.
+numbers. So does a run of which one rank dies, or hangs, whatever it is at.
 
 Rollouts are prepared (`replay`), so that a start costs no engine. The undisturbed run is the second source.
 """
@@ -48,14 +48,15 @@ def _config(world: Path, name: str) -> Path:
     return path
 
 
-def _start(config: Path) -> subprocess.Popen[str]:
-    program = [sys.executable, "-m", "tests.e2e.replay", str(config)]
+def _start(config: Path, *arguments: str, module: str = "replay") -> subprocess.Popen[str]:
+    program = [sys.executable, "-m", f"tests.e2e.{module}", *arguments, str(config)]
     return subprocess.Popen(program, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _finish(process: subprocess.Popen[str]) -> dict:
+def _finish(process: subprocess.Popen[str], said: str = "") -> dict:
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err[-3000:]
+    assert said in err
     return json.loads(out.splitlines()[-1])
 
 
@@ -110,6 +111,28 @@ def _check(world: Path, name: str) -> None:
 def test_three_kills(world: Path) -> None:
     assert _kill_at_random_points(world, "three", 3, seed=1) >= 2
     _check(world, "three")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("method", "signal_name", "train", "said"),
+    [
+        ("start", "SIGKILL", {}, "start: rank 1 failed: RankDied"),
+        # of the warm-up; the other rank runs out of time
+        ("train", "SIGSTOP", {"collective_timeout_s": 10}, "no answer from rank 1 not answering"),
+        # the only checkpoint, after the last iteration
+        ("save", "SIGKILL", {"checkpoint_every": 0}, "failed: RankDied"),
+    ],
+)
+def test_a_rank_is_struck(world: Path, method: str, signal_name: str, train: dict, said: str) -> None:
+    name = f"{method}-{signal_name}"
+    config = _config(world, name)
+    sections = yaml.safe_load(config.read_text())
+    sections["train"] |= train
+    config.write_text(yaml.safe_dump(sections))
+    process = _start(config, method, signal_name, module="struck")
+    assert _finish(process, said)["iterations"] == ITERATIONS
+    _check(world, name)
 
 
 @pytest.mark.full
