@@ -17,19 +17,23 @@ import socket
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+from ray import ObjectRef
+from ray._private.state import available_resources_per_node
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megatron_tree.config import EngineConfig
 from megatron_tree.engine.engine import Engine, EngineInfo
-from megatron_tree.engine.handle import EngineDied
+from megatron_tree.engine.handle import Aborted, EngineDied
 from megatron_tree.engine.pool import EnginePool
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.placement import Node, Placement, Spot, moved
@@ -38,7 +42,7 @@ from megatron_tree.train.group import RankDied, RankSetup, Transport
 from megatron_tree.types import FloatArray, GenerateRequest, GenerateResult, IntArray, RunFailed, Update
 
 Result = TypeVar("Result")
-RESERVE_TIMEOUT_S = 60.0  # GPUs that are not free by then belong to somebody else
+RESERVE_TIMEOUT_S = 60.0  # GPUs that are not free by then belong to somebody else, and a node is to answer
 ANSWER_TIMEOUT_S = 2.0  # of a node, to a connection
 LOST = (RayActorError, ActorUnschedulableError)  # a process, or the node it was to start on
 
@@ -77,14 +81,17 @@ def running_ray(address: str | None = None) -> Iterator[None]:
 
 def nodes() -> list[Node]:
     """Those that answer, the driver's first."""
-    here = ray.get_runtime_context().get_node_id()
+    here, free = ray.get_runtime_context().get_node_id(), available_resources_per_node()
     found = [node for node in ray.nodes() if _answers(node)]
     found.sort(key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"], node["NodeID"]))
-    return [_node(node) for node in found]
+    return [_node(node, free.get(node["NodeID"])) for node in found]
 
 
-def _node(node: dict[str, Any]) -> Node:
-    return Node(node["NodeID"], node["NodeManagerAddress"], int(node["Resources"].get("GPU", 0)))
+def _node(node: dict[str, Any], free: dict[str, float] | None) -> Node:
+    """`free`: what Ray says is, which may be late; None of a node that it does not know so well yet."""
+    num_gpus = int(node["Resources"].get("GPU", 0))
+    num_free = num_gpus if free is None else int(free.get("GPU", 0))
+    return Node(node["NodeID"], node["NodeManagerAddress"], num_gpus, num_gpus - num_free)
 
 
 def _answers(node: dict[str, Any]) -> bool:
@@ -124,16 +131,29 @@ class Places:
         nonce = Path(folder) / f"{publish.PREFIX}{uuid.uuid4().hex}.nonce"
         try:
             _on(nodes[:1], lambda: nonce.touch())
-            seen = _on(nodes, lambda: nonce.exists())
-            _on(nodes[:1], lambda: nonce.unlink())
         except OSError as error:
             raise ValueError(f"engine.image_dir: {nodes[0].host}: {error}") from None
+        try:
+            seen = _on(nodes, lambda: os.path.exists(nonce))
+        finally:
+            _on(nodes[:1], lambda: nonce.unlink())
         return [node.host for node, there in zip(nodes, seen, strict=True) if not there]
 
     def check_room(self, image_dir: str, run_id: str, image_bytes: int) -> None:
         """`publish.check_room` where rank 0 writes."""
         here = [self._placement.ranks[0].node]
         _on(here, lambda: publish.check_room(image_dir, run_id, image_bytes))
+
+    def remove_images(self, folder: str, run_id: str) -> None:
+        """Of a run whose rank 0 was killed. A node that is lost took them with it."""
+        names = f"{publish.PREFIX}{run_id}[-.]*"
+
+        def remove() -> None:
+            for path in Path(folder).glob(names):
+                path.unlink(missing_ok=True)
+
+        with suppress(RunFailed):
+            _on([self._placement.ranks[0].node], remove)
 
     def rank(self, rank: int) -> Spot:
         width = self._layout.tp * len(self._placement.ranks[rank].gpus)  # ranks move with their group
@@ -172,13 +192,18 @@ class Places:
         with self._lock:
             lost = find().node
             if not _is_there(lost):
-                alive = nodes()
+                alive = self._alive()
                 self._placement = moved(self._placement, alive, self._layout)
                 if find().node not in alive:
                     gpus = f"has {width} GPUs free" if width else "is there"
                     raise RunFailed(f"cluster: node {lost.host} is lost, and no other {gpus} for {what}")
             self._reserve()
             return find()
+
+    def _alive(self) -> list[Node]:
+        """Nodes that answer; what this run holds there is not held by somebody else."""
+        mine = Counter(node for node, _ in self._gpu_ids)
+        return [replace(node, num_held=max(0, node.num_held - mine[node])) for node in nodes()]
 
     def _reserve(self) -> None:
         """Takes the GPUs that are placed and not held yet, all or none, and learns their numbers."""
@@ -200,27 +225,32 @@ class Places:
                 f"cluster: something else holds GPUs of the placement, {listed}: not free in "
                 f"{RESERVE_TIMEOUT_S:g} s"
             )
-        found = []
+        # a lambda travels by value: the worker need not import this package
+        ask = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
+        calls = []
         for bundle, gpus in enumerate(wanted.values()):
             inside = PlacementGroupSchedulingStrategy(group, bundle)
-            # a lambda travels by value: the worker need not import this package
-            ask = ray.remote(lambda: ray.get_runtime_context().get_accelerator_ids()["GPU"])
-            found.append(ask.options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=inside).remote())
+            calls.append(ask.options(num_cpus=0, num_gpus=len(gpus), scheduling_strategy=inside).remote())
         try:
-            numbers = ray.get(found, timeout=RESERVE_TIMEOUT_S)
-        except RayError as error:
-            hosts = ", ".join(node.host for node in wanted)
-            raise RunFailed(f"cluster: no process starts on {hosts}: {str(error).splitlines()[0]}") from error
+            numbers = _results(wanted, calls)
+        except RunFailed:
+            remove_placement_group(group)  # else nobody could have these GPUs, not even this run's next try
+            raise
         for (node, gpus), ids in zip(wanted.items(), numbers, strict=True):
             self._gpu_ids |= {(node, gpu): str(number) for gpu, number in zip(gpus, ids, strict=True)}
 
 
 def _on(nodes: Sequence[Node], act: Callable[[], Result]) -> list[Result]:
-    """What it returns in a process on each node, or what it raises there. RunFailed where none answers."""
+    """What it returns in a process on each node, or what it raises there."""
     calls = []
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node.name, soft=False)
         calls.append(ray.remote(act).options(num_cpus=0, scheduling_strategy=there).remote())
+    return _results(nodes, calls)
+
+
+def _results(nodes: Iterable[Node], calls: list[ObjectRef[Any]]) -> list[Any]:
+    """RunFailed where a node gives none."""
     try:
         return ray.get(calls, timeout=RESERVE_TIMEOUT_S)
     except RayTaskError as error:
@@ -285,7 +315,11 @@ class RayEngine:
         except LOST as error:
             raise EngineDied(f"engine {self.index}: {self._places.fate(self._spot, error)}") from error
         except RayTaskError as error:
-            raise error.cause from None  # the engine's own exception, without Ray's traceback text
+            cause = error.cause  # the engine's own exception, without Ray's traceback text
+            if isinstance(cause, EngineDied | Aborted | ValueError):
+                raise cause from None
+            # vLLM may raise anything, where a child of it died in whatever it was asked for
+            raise EngineDied(f"engine {self.index}: {method}: {type(cause).__name__}: {cause}") from error
 
 
 def engine_pool(model: str, config: EngineConfig, places: Places) -> EnginePool:
@@ -338,4 +372,4 @@ class RayRank:
 
 def trainer_transport(setup: RankSetup, places: Places) -> Transport:
     """How a trainer group reaches its ranks: one `ray.put` for each share of the data."""
-    return Transport(spawn=lambda rank: RayRank(rank, setup, places), put=ray.put)
+    return Transport(lambda rank: RayRank(rank, setup, places), ray.put, places.remove_images)

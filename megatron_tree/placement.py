@@ -8,6 +8,7 @@ Invariants (tests/unit/test_placement.py, under the same words)
 4. Stages fill the nodes in order.
 5. What can be placed is placed: a refusal means that no placement exists.
 6. What is on a living node stays there when another is lost.
+7. GPUs that somebody else holds are placed on only where the free ones do not suffice.
 
 Without GPUs everything is on the driver's node: ranks and engines take turns on its cores, which nothing
 counts; colocated, in the same order as on GPUs.
@@ -17,7 +18,7 @@ Not here: bytes (`planner.limits`), Ray (`cluster`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megatron_tree.config import Config, EngineConfig
@@ -32,6 +33,7 @@ class Node:
     name: str  # its id in the cluster
     host: str  # the address others reach it by
     num_gpus: int
+    num_held: int = field(default=0, compare=False)  # of them by somebody else, when the cluster was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,7 @@ def place(
         return Placement(mode, (here,) * (layout.world_size if trains else 0), (here,) * engines)
     groups = len(layout.tensor_groups()) if trains else 0
     wanted = _Wanted(mode, groups, layout.tp, engines, config.engine.tp)
-    found = _arrange(wanted, nodes)
+    found = _arrange(wanted, nodes, free_only=True) or _arrange(wanted, nodes)
     if found is None:
         raise ValueError(f"{named}: {_refusal(wanted, nodes)}; {_ways(config, wanted, nodes)}")
     return found
@@ -146,7 +148,7 @@ def _first_free(count: int, nodes: Sequence[Node], taken: Iterator[Spot]) -> Spo
     used = {(spot.node, gpu) for spot in taken for gpu in spot.gpus}
     for node in nodes:
         free = [gpu for gpu in range(node.num_gpus) if (node, gpu) not in used]
-        if len(free) >= count:
+        if len(free) - node.num_held >= count:
             return Spot(node, tuple(free[:count]))
     return None
 
@@ -156,8 +158,9 @@ def _cut(spot: Spot, parts: int) -> list[Spot]:
     return [Spot(spot.node, spot.gpus[part : part + 1]) for part in range(parts)]
 
 
-def _arrange(wanted: _Wanted, nodes: Sequence[Node]) -> Placement | None:
-    shared, sizes = wanted.mode == "colocated", [node.num_gpus for node in nodes]
+def _arrange(wanted: _Wanted, nodes: Sequence[Node], *, free_only: bool = False) -> Placement | None:
+    shared = wanted.mode == "colocated"
+    sizes = [node.num_gpus - free_only * node.num_held for node in nodes]
     counts = _groups_per_node(sizes, wanted, 0 if shared else wanted.engines)
     if counts is None:
         return None

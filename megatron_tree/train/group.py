@@ -34,6 +34,7 @@ from megatron_tree.types import RunFailed, StepBatch, Update
 
 Objective = Literal["policy", "sft"]
 DEATH_NOTICE_S = 5.0  # within which the death of a rank becomes known after its peers' first errors
+PHASE_TIMEOUT_S = 5.0  # of a rank, to say what it is at: a stopped process cannot
 LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS)  # a restart would meet them again
 
 
@@ -101,10 +102,12 @@ class RankHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """How ranks come to be and how a share of data reaches several of them once."""
+    """How ranks come to be, how a share of data reaches several of them once, and who removes a run's images
+    from a folder of rank 0's host when rank 0 is dead."""
 
     spawn: Callable[[int], RankHandle]
     put: Callable[[Any], Any]
+    remove: Callable[[str, str], None]
 
 
 class TrainerGroup:
@@ -113,6 +116,7 @@ class TrainerGroup:
         self._ranks: list[RankHandle] = []
         self._released = False  # what the ranks need only to train
         self._kept: int | None = None  # the version that can be sent
+        self._images: tuple[str, str] | None = None  # folder and run id of those that rank 0 made
         self._turn = asyncio.Lock()
 
     async def start(self, weights: str) -> None:
@@ -128,10 +132,16 @@ class TrainerGroup:
         await asyncio.gather(*(rank.kill() for rank in ranks))
 
     async def stop(self) -> None:
-        """Ends the ranks in order, so that they remove what they left in shared memory."""
-        if self._ranks:
-            await self._all("stop", timeout=30)
-        await self.kill()
+        """Ends the ranks in order, so that they remove what they left in shared memory; where they cannot, it
+        is removed for them."""
+        try:
+            if self._ranks:
+                await self._all("stop", timeout=30)
+                self._images = None
+        finally:
+            await self.kill()
+            if self._images is not None:
+                await asyncio.to_thread(self._transport.remove, *self._images)
 
     async def take_reference(self, weights: str | None) -> None:
         """Freezes the actor as the reference, or loads the reference from a Hugging Face folder."""
@@ -165,6 +175,7 @@ class TrainerGroup:
 
     async def write_image(self, image_dir: str, run_id: str, version: int, dtype: str) -> Update:
         """Writes a version's slot; all ranks have written when it returns."""
+        self._images = image_dir, run_id
         created = await self._all("create_image", image_dir, run_id, version, dtype, ranks=[0])
         update: Update = created[0]
         await self._all("write_version", update)
@@ -245,36 +256,47 @@ class TrainerGroup:
             asyncio.ensure_future(self._ranks[rank].call(method, *(_of(arg, rank) for arg in args))): rank
             for rank in numbers
         }
-        done, waiting = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
-        failed = next((call for call in done if call.exception() is not None), None)
-        if failed is None and not waiting:
-            return [call.result() for call in calls]
-        self._kept = None
-        if failed is not None:
-            failed = await _cause(failed, calls)
-        for call in waiting:
-            call.cancel()
-        if failed is None:
-            phases = await self._phases([calls[call] for call in waiting])
-            raise TrainerFailed(f"{method}: no answer within {timeout:g} s: {phases}")
-        error = failed.exception()
+        try:
+            _, waiting = await asyncio.wait(calls, timeout=timeout, return_when=asyncio.FIRST_EXCEPTION)
+            failed = next((call for call in calls if call.done() and call.exception() is not None), None)
+            if failed is None and not waiting:
+                return [call.result() for call in calls]
+            self._kept = None
+            if failed is not None:
+                failed = await _cause(failed, calls)
+        finally:
+            late = [rank for call, rank in calls.items() if not call.done()]
+            for call in calls:
+                call.cancel()
+        error = failed.exception() if failed is not None else None
         if isinstance(error, ValueError) or (isinstance(error, OSError) and error.errno in LASTING):
             raise error
+        phases = await self._phases(late)
+        if failed is None:
+            raise TrainerFailed(f"{method}: no answer within {timeout:g} s: {phases}")
+        # a rank that hangs fails its peers, whose collectives run out of time
+        waits = f"; no answer from {phases}" if late else ""
         raise TrainerFailed(
-            f"{method}: rank {calls[failed]} failed: {type(error).__name__}: {error}"
+            f"{method}: rank {calls[failed]} failed: {type(error).__name__}: {error}{waits}"
         ) from error
 
     async def _phases(self, ranks: Sequence[int]) -> str:
-        """What the watchdog says of ranks that do not answer."""
+        """What the watchdog says of ranks that do not answer: those at one phase together, so that one that
+        is elsewhere stands out."""
+        found: dict[str, list[int]] = {}
+        for rank, phase in zip(ranks, await asyncio.gather(*map(self._phase, ranks)), strict=True):
+            found.setdefault(phase, []).append(rank)
+        return "; ".join(
+            f"rank{'s' * (len(there) > 1)} {', '.join(map(str, there))} {phase}"
+            for phase, there in found.items()
+        )
 
-        async def phase(rank: int) -> str:
-            try:
-                at = await asyncio.wait_for(self._ranks[rank].call("phase"), timeout=5)
-            except (TimeoutError, RankDied) as error:
-                at = f"not answering ({type(error).__name__})"
-            return f"rank {rank} at {at}"
-
-        return "; ".join(await asyncio.gather(*(phase(rank) for rank in ranks)))
+    async def _phase(self, rank: int) -> str:
+        try:
+            phase = await asyncio.wait_for(self._ranks[rank].call("phase"), timeout=PHASE_TIMEOUT_S)
+        except (TimeoutError, RankDied) as error:
+            return f"not answering ({type(error).__name__})"
+        return f"at {phase}"
 
 
 async def _cause(failed: asyncio.Future[Any], calls: Collection[asyncio.Future[Any]]) -> asyncio.Future[Any]:

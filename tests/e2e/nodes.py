@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,18 +22,19 @@ from unittest.mock import patch
 import numpy as np
 import ray
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group
 
 from megatron_tree import cluster, loop
 from megatron_tree.config import Config, load
 from megatron_tree.engine.engine import EngineInfo
-from megatron_tree.placement import place
+from megatron_tree.placement import Placement, place
 from megatron_tree.train.group import RankSetup, TrainerGroup
 from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Update
 from tests.e2e.replay import ReplaySession
 
 A, B, C = (f"127.0.0.{last}" for last in (2, 3, 4))
 LONG = 1000  # tokens that take the engine on B for ever
-GPUS = {A: 2, B: 1, C: 3}
+GPUS = {A: 2, B: 1, C: 4}
 
 
 def here() -> dict[str, str]:
@@ -92,6 +94,12 @@ class Site:
 
     def add(self, host: str, num_gpus: int) -> None:
         self._workers[host] = self._cluster.add_node(num_cpus=0, num_gpus=num_gpus, node_ip_address=host)
+
+    def take(self, host: str, num_gpus: int) -> None:
+        """As another run does."""
+        node = next(node for node in ray.nodes() if node["NodeManagerAddress"] == host)
+        there = [{"ray.io/node-id": node["NodeID"]}]
+        ray.get(placement_group([{"GPU": num_gpus}], bundle_label_selector=there).ready())
 
     def lose(self, host: str) -> None:
         """As if its power had gone: nobody says goodbye."""
@@ -159,6 +167,8 @@ async def story(site: Site) -> dict[str, Any]:
     await run.trainer.kill()
     told["no_place"] = await said(run.trainer.start("weights"))
     site.add(C, GPUS[C])
+    site.take(C, 1)
+    told["beside"] = _places(place(config(), cluster.nodes()))
     await run.trainer.start("weights")
     told["moved_ranks"] = await run.ranks()
     waiting = asyncio.create_task(run.engine("b", max_tokens=LONG))
@@ -172,6 +182,11 @@ async def story(site: Site) -> dict[str, Any]:
 
 async def _place(settings: Config) -> None:
     Run(settings)
+
+
+def _places(placement: Placement) -> dict[str, int]:
+    """How many GPUs of each host."""
+    return Counter(spot.node.host for spot in (*placement.ranks, *placement.engines) for _ in spot.gpus)
 
 
 class Losing(ReplaySession):

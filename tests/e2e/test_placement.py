@@ -15,8 +15,9 @@ import yaml
 from examples.quickstart.prepare import prepare
 from megatron_tree.cluster import running_ray
 from megatron_tree.types import RunFailed
-from tests.e2e.engines import Served
+from tests.e2e.engines import Served, serving
 from tests.e2e.nodes import A, B, C
+from tests.e2e.processes import assert_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,9 +62,14 @@ def test_gpus_that_another_run_holds_are_named(told: dict) -> None:
     assert f"1 on {B}" in told["held"]
 
 
+def test_a_run_takes_what_another_leaves_free(told: dict) -> None:
+    """B is held by the first run, and of C one GPU by another."""
+    assert told["beside"] == {C: 3}
+
+
 def test_an_engine_of_a_lost_node_goes_on_elsewhere(told: dict) -> None:
-    """And answers what was asked of the lost one. The first two GPUs of C have ranks."""
-    assert (told["moved_engine"], told["restarts"]) == (f"{C}:2", 1)
+    """And answers what was asked of the lost one. The first GPU of C is another run's, two have ranks."""
+    assert (told["moved_engine"], told["restarts"]) == (f"{C}:3", 1)
 
 
 def test_a_lost_node_is_named_and_the_ranks_go_on_elsewhere(told: dict) -> None:
@@ -74,7 +80,7 @@ def test_a_lost_node_is_named_and_the_ranks_go_on_elsewhere(told: dict) -> None:
     assert told["no_place"] == (
         f"RunFailed: cluster: node {A} is lost, and no other has 2 GPUs free for trainer rank 0"
     )
-    assert told["moved_ranks"] == [f"{C}:0", f"{C}:1"]
+    assert told["moved_ranks"] == [f"{C}:1", f"{C}:2"]
 
 
 @pytest.mark.full
@@ -109,6 +115,21 @@ def test_a_real_engine_sleeps_and_wakes_around_a_publish(tied: Served) -> None:
     for level, publish in ((2, True), (1, False)):
         tied.loop.run(story(level, publish))
         assert tied.gap(f"after sleep {level}") <= 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_ray")
+def test_an_engine_whose_child_dies_while_it_sleeps_is_replaced(tmp_path: Path) -> None:
+    """vLLM's error of a dead child is none that the pool knows. About 100 s: two starts of TP 2."""
+    with serving(tmp_path, family="qwen2", tied=True, tp=2) as served:
+        started = served.processes()
+        served.loop.run(served.pool.sleep(2))
+        next(process for process in started if process.name().endswith("EngineCore")).kill()
+        for part in ("weights", "kv_cache"):
+            served.loop.run(served.pool.wake(part))  # type: ignore[arg-type]
+        assert len(served.made) == 2
+        assert served.gap("after") <= 1e-4
+        assert_gone(started)
 
 
 def test_a_cluster_that_does_not_answer_is_one_line() -> None:

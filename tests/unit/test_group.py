@@ -11,6 +11,7 @@ import pytest
 from megatron_tree.config import TrainConfig
 from megatron_tree.layout import ParallelLayout
 from megatron_tree.metrics import Mean
+from megatron_tree.train import group as group_module
 from megatron_tree.train.group import RankDied, StepResult, TrainerFailed, TrainerGroup, Transport
 from megatron_tree.types import Update
 
@@ -19,10 +20,11 @@ LAYOUT = ParallelLayout(tp=2, pp=2, dp=2)  # ranks 4 and 6 report: last stage, t
 
 class FakeRank:
     def __init__(self, rank: int, behaviour: dict[int, Any]) -> None:
-        self.rank, self.behaviour, self.killed = rank, behaviour, False
+        self.rank, self.behaviour, self.killed, self.stopped = rank, behaviour, False, False
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "phase":
+            await asyncio.sleep(60 * self.stopped)
             return "train policy"
         answer = self.behaviour.get(self.rank)
         if isinstance(answer, Exception):
@@ -38,15 +40,21 @@ class FakeRank:
         self.killed = True
 
 
-def _group(behaviour: dict[int, Any], put: Any = lambda share: share) -> tuple[TrainerGroup, list[FakeRank]]:
+def _group(
+    behaviour: dict[int, Any], put: Any = lambda share: share, removed: list[tuple[str, str]] | None = None
+) -> tuple[TrainerGroup, list[FakeRank]]:
     made: list[FakeRank] = []
+
+    def remove(*images: str) -> None:
+        assert removed is not None, "nothing is to be removed"
+        removed.append(images)
 
     def spawn(rank: int) -> FakeRank:
         made.append(FakeRank(rank, behaviour))
         return made[-1]
 
     config = TrainConfig(step_timeout_s=0.2)
-    group = TrainerGroup(LAYOUT, config, Transport(spawn, put))
+    group = TrainerGroup(LAYOUT, config, Transport(spawn, put, remove))
     group._ranks = [spawn(rank) for rank in LAYOUT.ranks()]
     return group, made
 
@@ -102,6 +110,21 @@ def test_the_dead_rank_is_named_and_not_the_peers_that_failed_before() -> None:
         asyncio.run(group.score([[], []], "actor"))
 
 
+def test_a_rank_that_hangs_is_named_beside_the_peers_that_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peers' collectives run out of time before the call does. Rank 7 is alive, rank 5 is stopped."""
+    monkeypatch.setattr(group_module, "DEATH_NOTICE_S", 0.05)
+    monkeypatch.setattr(group_module, "PHASE_TIMEOUT_S", 0.05)
+    timed_out = RuntimeError("Timed out waiting for recv")
+    group, made = _group(dict.fromkeys(LAYOUT.ranks(), timed_out) | {5: "hang", 6: "hang", 7: "hang"})
+    made[5].stopped = True
+    with pytest.raises(
+        TrainerFailed,
+        match=r"^score: rank 0 failed: RuntimeError: Timed out waiting for recv; no answer from "
+        r"rank 5 not answering \(TimeoutError\); ranks 6, 7 at train policy$",
+    ):
+        asyncio.run(group.score([[], []], "actor"))
+
+
 def test_the_users_mistake_passes_as_it_is() -> None:
     group, _ = _group({3: ValueError("model.path: lacks a tensor")})
     with pytest.raises(ValueError, match=r"^model\.path: lacks a tensor$"):
@@ -112,6 +135,27 @@ def test_kill_reaches_every_rank() -> None:
     group, made = _group({})
     asyncio.run(group.kill())
     assert all(rank.killed for rank in made)
+
+
+@pytest.mark.parametrize("dies", ["never", "before", "while it stops"])
+def test_images_that_rank_0_cannot_remove_are_removed(dies: str) -> None:
+    removed: list[tuple[str, str]] = []
+
+    async def story() -> None:
+        group, made = _group(behaviour := {0: Update("", 1, ())}, removed=removed)
+        await group.write_image("/images", "run", 1, "fp32")
+        if dies == "before":
+            await group.kill()
+        if dies == "while it stops":
+            behaviour[0] = RankDied("gone")  # type: ignore[assignment]
+            with pytest.raises(TrainerFailed, match="stop: rank 0 failed"):
+                await group.stop()
+        else:
+            await group.stop()
+        assert all(rank.killed for rank in made)
+
+    asyncio.run(story())
+    assert removed == ([] if dies == "never" else [("/images", "run")])
 
 
 def test_a_version_is_sent_between_other_calls_and_only_by_those_who_keep_it() -> None:

@@ -4,6 +4,7 @@ moves when a node is lost."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -158,17 +159,23 @@ SMALL = st.integers(1, 3)
 CLUSTERS = st.lists(st.integers(0, 5), min_size=1, max_size=3)
 
 
-@given(CLUSTERS, st.sampled_from(MODES), st.tuples(SMALL, SMALL, SMALL), SMALL, SMALL)
-def test_invariants(sizes: list[int], mode: str, layout: tuple[int, int, int], count: int, tp: int) -> None:
+@given(CLUSTERS, st.sampled_from(MODES), st.tuples(SMALL, SMALL, SMALL), SMALL, SMALL, st.integers(0, 3))
+def test_invariants(
+    sizes: list[int], mode: str, layout: tuple[int, int, int], count: int, tp: int, held: int
+) -> None:
     settings = config(mode, parallel=dict(zip(("tp", "pp", "dp"), layout, strict=True)), count=count, tp=tp)
     sizes = [1, *sizes]  # without any GPU everything would be on the first node
-    there = nodes(*sizes)
+    there = [replace(node, num_held=min(held, node.num_gpus)) for node in nodes(*sizes)]
     try:
         found = place(settings, there)
     except ValueError:
         assert not _possible(sizes, mode, layout, count, tp)  # 5. a refusal means that no placement exists
         return
     _check_whole(settings, found)
+    taken = Counter(node for node, _ in {(s.node, g) for s in (*found.ranks, *found.engines) for g in s.gpus})
+    free = [node.num_gpus - node.num_held for node in there]
+    if any(taken[node] > num for node, num in zip(there, free, strict=True)):
+        assert not _possible(free, mode, layout, count, tp)  # 7. only where the free ones do not suffice
     order = [there.index(spot.node) for spot in found.ranks]
     assert order == sorted(order)  # 4. stages fill the nodes in order
 
@@ -238,6 +245,34 @@ def test_what_was_on_a_lost_node_moves(mode: str, alive: str, ranks: str, engine
     before = place(settings, there)
     after = moved(before, [node for node in there if node.name in alive], settings.train.parallel.layout)
     assert (shown(after.ranks), shown(after.engines)) == (ranks, engines)
+
+
+@pytest.mark.parametrize(
+    ("held", "ranks", "engines"),
+    [
+        ((0, 0, 0), "a0 a1", "a2"),
+        # two of a are free: the engine goes on; of which two Ray decides, and they are called the first
+        ((1, 0, 0), "a0 a1", "b0"),
+        ((2, 1, 0), "b0 b1", "a0"),
+        ((3, 2, 0), "c0 c1", "b0"),
+        # the free ones do not suffice: as if all were free, for what is held may be given back
+        ((3, 3, 2), "a0 a1", "a2"),
+    ],
+)
+def test_what_somebody_else_holds_is_left_alone(held: tuple[int, ...], ranks: str, engines: str) -> None:
+    there = [replace(node, num_held=num) for node, num in zip(nodes(3, 3, 3), held, strict=True)]
+    found = place(config(parallel={"tp": 2}), there)
+    assert (shown(found.ranks), shown(found.engines)) == (ranks, engines)
+
+
+def test_what_moves_leaves_alone_what_somebody_else_holds() -> None:
+    """Of d one of three is free, of e two: the engine goes to d, the group to e."""
+    settings, there = config(parallel={"tp": 2}), nodes(2, 1, 0, 3, 4)
+    before = place(settings, there)
+    assert (shown(before.ranks), shown(before.engines)) == ("a0 a1", "b0")
+    alive = [replace(there[3], num_held=2), replace(there[4], num_held=2)]
+    after = moved(before, alive, settings.train.parallel.layout)
+    assert (shown(after.ranks), shown(after.engines)) == ("e0 e1", "d0")
 
 
 def test_on_a_cpu_everything_follows_the_driver() -> None:
