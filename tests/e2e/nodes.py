@@ -26,7 +26,6 @@ from ray.util.placement_group import placement_group
 
 from megatron_tree import cluster, loop
 from megatron_tree.config import Config, load
-from megatron_tree.engine.engine import EngineInfo
 from megatron_tree.placement import Placement, place
 from megatron_tree.train.group import RankSetup, TrainerGroup
 from megatron_tree.types import GenerateRequest, GenerateResult, RunFailed, Update
@@ -56,12 +55,11 @@ class LightRank:
 
 
 class LightEngine:
-    """Its tokens are the bytes of its host and GPUs."""
+    """Its tokens are the bytes of its host and GPUs. It knows nothing that imports torch."""
 
     def __init__(self, *_: Any) -> None: ...
 
-    async def start(self, update: Update | None) -> EngineInfo:
-        return EngineInfo(0, "cpu", "none", "fp32", 1, (), ())
+    async def start(self, update: Update | None) -> None: ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.max_tokens == LONG and here()["host"] == B:
