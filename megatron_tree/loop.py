@@ -10,7 +10,8 @@ the last iteration was trained.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from megatron_tree.evaluate import Result, gain_interval
@@ -18,7 +19,6 @@ from megatron_tree.metrics import Metrics, merge, values
 from megatron_tree.rollout import budget
 from megatron_tree.rollout import report as trees
 from megatron_tree.session import Session
-from megatron_tree.stopping import StopRequested
 from megatron_tree.train.group import TrainerFailed
 
 SAMPLE_TREES = 2  # shown in TensorBoard, per iteration
@@ -35,17 +35,13 @@ class Story:
 
 
 async def train(run: Session) -> dict[str, object]:
-    """Warm-up, then iterations until `train.iterations`. Returns the summary. StopRequested leaves a
-    checkpoint."""
+    """Warm-up, then iterations until `train.iterations`. Returns the summary. StopRequested, and the failure
+    of engines or tools, leave a checkpoint."""
     story = Story()
-    try:
-        await survived(run, begin(run))
-        run.progress.start_clock()
-        while not story.ended:
-            await survived(run, go_on(run, story))
-    except StopRequested:
-        await run.save(wait=True)
-        raise
+    await survived(run, begin(run))
+    run.progress.start_clock()
+    while not story.ended:
+        await survived(run, go_on(run, story))
     return summary(run, story)
 
 
@@ -78,6 +74,19 @@ async def survived(run: Session, work: Awaitable[None]) -> None:
         await recover(run, failure)
 
 
+@asynccontextmanager
+async def kept(run: Session) -> AsyncIterator[None]:
+    """What is trained by now is saved where the rest, which trains nothing, fails or is cut short."""
+    try:
+        yield
+    except TrainerFailed:
+        raise
+    except Exception:
+        if run.trains:
+            await run.save(wait=True)
+        raise
+
+
 async def recover(run: Session, failure: TrainerFailed) -> None:
     """Until a new trainer group stands, or the restarts are used up: a new one may fail too."""
     try:
@@ -91,8 +100,9 @@ async def recover(run: Session, failure: TrainerFailed) -> None:
 async def iterate(run: Session) -> None:
     run.progress.timer.seconds.clear()
     begun = time.perf_counter()
-    async for ended in run.grow():
-        await run.score(ended)  # while others still grow
+    async with kept(run):
+        async for ended in run.grow():
+            await run.score(ended)  # while others still grow
     await run.settle()  # a checkpoint that was written meanwhile counts from here on
     learned = await run.learn()
     await run.publish()
@@ -105,7 +115,8 @@ async def iterate(run: Session) -> None:
 
 
 async def evaluate(run: Session) -> Result:
-    result = await run.evaluate()
+    async with kept(run):
+        result = await run.evaluate()
     if run.trains:
         await run.mark_best(result)
     run.log.scalars(run.iteration, result.scalars())

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_tree import loop
 from megatron_tree.session import Session
+from megatron_tree.stopping import StopRequested
 from megatron_tree.train.group import TrainerFailed
+from megatron_tree.types import Group, RunFailed
 
 
 class Opening(Session):
@@ -66,3 +68,34 @@ def test_a_trainer_that_fails_while_it_recovers_is_restarted_again(restarts: int
             run()
     assert len(seen) == tries
     assert str(seen[0]) == "the first"
+
+
+@pytest.mark.parametrize(
+    ("failure", "events"),
+    [
+        (RunFailed("no engine is left"), ["grown", "saved"]),
+        (StopRequested(), ["grown", "saved"]),
+        (KeyError("of the user's tool"), ["grown", "saved"]),
+        (TrainerFailed("score: rank 3 failed"), ["grown"]),
+    ],
+)
+def test_what_is_trained_is_kept_when_the_rest_fails(failure: Exception, events: list[str]) -> None:
+    """A failed trainer has nothing to save."""
+    seen: list[str] = []
+
+    async def grow() -> AsyncIterator[list[Group]]:
+        seen.append("grown")
+        yield []
+
+    async def score(_: list[Group]) -> None:
+        raise failure
+
+    async def save(*, wait: bool) -> None:
+        assert wait
+        seen.append("saved")
+
+    timer = SimpleNamespace(timer=SimpleNamespace(seconds={}))
+    run = SimpleNamespace(trains=True, progress=timer, grow=grow, score=score, save=save)
+    with pytest.raises(type(failure)):
+        asyncio.run(loop.iterate(run))  # type: ignore[arg-type]
+    assert seen == events
