@@ -20,6 +20,7 @@ from megatron_tree.planner.limits import (
     check_layout,
     check_memory,
     check_precision,
+    devices_needed,
     engine_plan,
 )
 from megatron_tree.planner.memory import RankMemory, TrainState, num_parameters, rank_memory
@@ -52,6 +53,7 @@ class Estimate:
     layout: ParallelLayout
     stages: tuple[Stage, ...]
     engine: EnginePlan
+    num_gpus: int  # the fewest that hold every rank and engine; 0: a CPU
     transport: Transport  # of a version, from owners to engines
     grown: work.Tokens  # of an iteration, by the engines
     packed: work.Tokens  # of an iteration, for the trainer: a prompt once for all its trees
@@ -86,6 +88,7 @@ def estimate(config: Config, shape: ModelShape) -> Estimate:
         layout=layout,
         stages=stages,
         engine=engine,
+        num_gpus=devices_needed(config) if config.plan.device == "gpu" else 0,
         transport=transport,
         grown=grown,
         packed=packed,

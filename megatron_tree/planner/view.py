@@ -56,8 +56,17 @@ def _head(console: Console, config: Config, shape: ModelShape, found: Estimate) 
         f"         {', '.join(_how(config))}\n"
         f"engines  {engine.count} x TP {engine.tp} = {engine.count * engine.tp} workers, {engine.dtype}"
         f"{', layers in ' + engine.quantization if engine.quantization else ''}\n"
+        f"GPUs     {_gpus(config, found)}\n"
         f"version  {_bytes(found.image_bytes)}, {_way(config, found.transport)}\n"
     )
+
+
+def _gpus(config: Config, found: Estimate) -> str:
+    if not found.num_gpus:
+        return "none"
+    shared = config.cluster.placement == "colocated"
+    how = "where ranks and workers take turns" if shared else "one for each rank and worker"
+    return f"{found.num_gpus}, {how}"
 
 
 def _way(config: Config, transport: Transport) -> str:
@@ -70,7 +79,8 @@ def _way(config: Config, transport: Transport) -> str:
 
 def _how(config: Config) -> list[str]:
     parallel, recompute = config.train.parallel, config.train.recompute
-    words = ["sequence parallel"] * parallel.sequence_parallel
+    words = [f"linear layers in FP8, {fp8.recipe}"] if (fp8 := config.train.fp8) else []
+    words += ["sequence parallel"] * parallel.sequence_parallel
     words += ["distributed optimizer"] * parallel.distributed_optimizer
     if recompute.granularity == "none":
         return [*words, "no recomputation"]

@@ -513,6 +513,7 @@ def test_command_reads_only_the_models_config(
     assert max(len(line) for line in tables.splitlines()) <= 80
     assert "…" not in tables
     assert "70.6 G parameters" in tables
+    assert "GPUs     96, one for each" in tables  # 64 ranks and 8 engines of 4
     assert "bottleneck: decode" in shown
     assert command(monkeypatch, "plan", str(path), "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -522,6 +523,11 @@ def test_command_reads_only_the_models_config(
     parts = ("weights", "gradients", "optimizer", "reference", "activations", "logits")
     assert memory["total"] == sum(memory[part] for part in parts)
     assert found["bottleneck"] == "decode"
+    changed = ["cluster.placement=colocated", "train.fp8={recipe: tensorwise}"]
+    assert command(monkeypatch, "plan", str(path), *changed) == 0
+    shown = capsys.readouterr().out
+    assert "GPUs     64, where ranks and workers take turns" in shown
+    assert "linear layers in FP8, tensorwise" in shown
 
 
 def test_command_refuses_in_one_line(

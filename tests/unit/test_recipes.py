@@ -65,7 +65,7 @@ def test_plan_accepts_it_and_says_what_the_readme_says(
         "an iteration": plan["seconds"],
     }
     assert said(name) == pytest.approx(found, rel=0.05)
-    assert said(name)["GPUs"] == found["GPUs"]
+    assert said(name)["GPUs"] == found["GPUs"] == plan["num_gpus"]
 
 
 @pytest.mark.parametrize("name", RECIPES)
