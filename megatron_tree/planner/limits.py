@@ -21,7 +21,7 @@ from megatron_tree.planner.work import expected_path
 from megatron_tree.reshard import plan
 from megatron_tree.reshard.cuts import check_engine
 from megatron_tree.reshard.names import EMBEDDING, HEAD, ModelShape, check_model
-from megatron_tree.train import precision
+from megatron_tree.train import kernels, precision
 from megatron_tree.train.precision import Device
 
 GIB = 1 << 30
@@ -53,22 +53,23 @@ def check_layout(config: Config, shape: ModelShape) -> None:
     fits = _refusal(parallel.layout.split, layers) is None
     even = (pp for pp in range(1, layers + 1) if layers % pp == 0)
     pp = parallel.pp if fits else _nearest(parallel.pp, even)
-    ways = [_named(config, _with(shape, parallel, tp, pp))]
+    ways = [_with(shape, parallel, tp, pp)]
     if not fits and layers >= chunks:
         same = _with(shape, parallel, tp, parallel.pp)
-        uneven = _changed(same, vpp=parallel.vpp, stage_split=_even_split(layers, chunks))
-        ways.append(_named(config, uneven))
-    raise ValueError(f"{refusal}; the nearest layout that can run is {', or '.join(ways)}")
+        ways.append(_changed(same, vpp=parallel.vpp, stage_split=_even_split(layers, chunks)))
+    named = ", or ".join(_named(config, way) + _more_devices(config, way) for way in ways)
+    raise ValueError(f"{refusal}; the nearest layout that can run is {named}")
 
 
 def check_precision(config: Config, shape: ModelShape) -> None:
     """The recipe of train.fp8 fits the plan's device, which has what the image has, the model and the
-    layout; engine.quantization fits the device."""
+    layout; the kernels that the config asks for are there; engine.quantization fits the device."""
     major, _, minor = f"{config.plan.compute_capability:.1f}".partition(".")
     capability = int(major), int(minor)
-    gpu = Device(capability, transformer_engine=True)
-    device = gpu if config.plan.device == "gpu" else Device(None)
-    precision.check(config.train.fp8, device, shape, config.train.parallel.layout)
+    gpu = Device(capability, transformer_engine=True, apex=True, fused_weight_gradients=True)
+    device, train = gpu if config.plan.device == "gpu" else Device(None), config.train
+    precision.check(train.fp8, device, shape, train.parallel.layout)
+    kernels.choose(train.kernels, train.attention, config.model.dtype, train.fp8, device)
     if config.plan.device == "gpu":
         on_gpu.check_capability(config.engine, capability)
 

@@ -148,7 +148,8 @@ def _faults(
 
 def _device_faults(name: str, device: Device) -> Iterator[str]:
     recipe, capability = RECIPES[name], device.capability
-    if capability is not None and not recipe.least <= capability < (recipe.below or (99, 0)):
+    too_new = capability is not None and recipe.below is not None and capability >= recipe.below
+    if too_new or (capability is not None and capability < recipe.least):
         yield f"{name} needs {recipe.capabilities}, got {_dotted(capability)}"
     if device.cuda is not None and recipe.cuda is not None and device.cuda < recipe.cuda:
         yield f"{name} needs CUDA {_dotted(recipe.cuda)} or higher, got {_dotted(device.cuda)}"

@@ -3,6 +3,7 @@ time and traffic by hand; what it refuses; what it prints. Memory is in test_pla
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -329,6 +330,26 @@ def test_the_device_of_the_plan_decides_what_fp8_runs(tmp_path: Path) -> None:
         check_precision(config(engine=engine, plan={"compute_capability": 8.0}), shape)
 
 
+@pytest.mark.parametrize(
+    ("train", "device", "knob"),
+    [
+        ({"kernels": {"layers": "local"}, "fp8": {"recipe": "tensorwise"}}, "gpu", "train.kernels.layers"),
+        ({"kernels": {"layers": "te"}}, "cpu", "train.kernels.layers"),
+        ({"kernels": {"optimizer": "fused"}}, "cpu", "train.kernels.optimizer"),
+        ({"attention": "flex"}, "cpu", "train.attention"),
+        ({"kernels": {"layers": "te", "optimizer": "fused"}, "attention": "varlen"}, "gpu", None),
+    ],
+)
+def test_kernels_that_a_rank_would_refuse_are_refused_by_plan(
+    tmp_path: Path, train: dict, device: str, knob: str | None
+) -> None:
+    """FP8 on a GPU is Transformer Engine's; a CPU has neither that nor `flex`."""
+    settings, shape = config(train=train, plan={"device": device}), shape_of(tmp_path, LLAMA_70B)
+    refused = pytest.raises(ValueError, match=f"^{knob}: must be auto or")
+    with refused if knob else contextlib.nullcontext():
+        check_precision(settings, shape)
+
+
 def test_virtual_stages_shorten_the_bubble(tmp_path: Path) -> None:
     """PP 8 x VPP 2: micro-batches in groups of 8, bubble 7 / (2 m + 7). 12 prompts over 2 ranks leave 4 of 16
     micro-batches empty."""
@@ -499,6 +520,17 @@ def test_proposals_keep_what_the_layout_asked_for(tmp_path: Path) -> None:
     kept = config(train={"parallel": parallel | {"tp": tp, "pp": pp}})
     estimate(kept, shape_of(tmp_path, LLAMA_70B))
     assert len(way) == 2  # VPP and sequence parallelism stay as they are
+
+
+def test_a_nearest_layout_says_how_many_devices_it_needs(tmp_path: Path) -> None:
+    """56 ranks and 32 workers have 88 GPUs; 80 layers do not divide into 7 stages, 8 stages take 64 ranks."""
+    parallel, plan = {"tp": 8, "pp": 7}, {"memory_gib": 180.0, "devices": 88}
+    split = "[11, 12, 12, 12, 11, 11, 11]"
+    message = f"run is tp=8 pp=8 with plan.devices=96, or tp=8 pp=7 stage_split={split}"
+    with pytest.raises(ValueError, match=re.escape(message) + "$"):
+        check_layout(config(train={"parallel": parallel}, plan=plan), shape_of(tmp_path, LLAMA_70B))
+    check_devices(config(train={"parallel": parallel | {"stage_split": json.loads(split)}}, plan=plan))
+    check_devices(config(train={"parallel": parallel | {"pp": 8}}, plan=plan | {"devices": 96}))
 
 
 def test_command_reads_only_the_models_config(

@@ -52,6 +52,7 @@ def recipe(name: str, **more: object) -> Fp8Config:
         (gpu(10, 0), "tensorwise delayed blockwise mxfp8"),
         (gpu(10, 3), "tensorwise delayed blockwise mxfp8"),
         (gpu(12, 0), "tensorwise delayed blockwise"),
+        (gpu(99, 0), "tensorwise delayed blockwise"),  # no upper end
     ],
 )
 def test_what_runs_on_a_device(device: Device, runs: str) -> None:
