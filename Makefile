@@ -3,7 +3,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .ONESHELL:
-.PHONY: help setup demo test test-full test-layouts lint format lock lock-image check-image-pins clean
+.PHONY: help setup demo test test-full test-layouts test-image lint format lock lock-image check-image-pins clean
 
 LOCK := requirements/cpu.txt
 BIN := .venv/bin
@@ -12,6 +12,7 @@ STAMP := .venv/installed
 WANTED = $$(cat $(LOCK) pyproject.toml | sha256sum | cut -d' ' -f1)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --no-compile
 TEST := $(BIN)/python -m pytest
+IMAGE_MEGATRON := $(CURDIR)/.venv/image-megatron
 QUICKSTART := runs/quickstart
 
 help: ## Show this list.
@@ -56,6 +57,11 @@ test-full: setup ## Run every test; takes long.
 
 test-layouts: setup ## Prove that gradients do not depend on the layout, over all layouts; prints the table.
 	@$(TEST) tests/dist/test_layout_invariance.py
+
+test-image: setup ## Run the tests of ranks on the Megatron-Core of the GPU image, on a CPU.
+	@$(PIP) --target=$(IMAGE_MEGATRON) --upgrade --no-deps --ignore-requires-python --only-binary=:all: \
+	  --python-version=3.12 --platform=manylinux_2_28_x86_64 "$$(grep '^megatron-core==' requirements/gpu.txt)"
+	PYTHONPATH=$(IMAGE_MEGATRON) $(TEST) -m "not full" tests/dist
 
 lint: setup ## Check style, formatting, import walls and types; scripts, image and manifests too.
 	@$(BIN)/ruff check .
