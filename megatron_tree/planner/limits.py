@@ -14,7 +14,7 @@ from itertools import count
 from megatron_tree.config import Config, Fp8Config, ParallelConfig
 from megatron_tree.engine import on_gpu
 from megatron_tree.layout import ParallelLayout
-from megatron_tree.placement import Node, Placement, Transport, place, transport
+from megatron_tree.placement import Node, Transport, place, transport
 from megatron_tree.planner.activations import BYTES
 from megatron_tree.planner.memory import RankMemory, TrainState, rank_memory
 from megatron_tree.planner.work import expected_path
@@ -76,9 +76,11 @@ def check_precision(config: Config, shape: ModelShape) -> None:
 
 def check_devices(config: Config) -> Transport:
     """Every trainer rank and engine worker has its place on `plan.devices` GPUs in nodes of eight, or on as
-    many as it takes. Returns how versions get from one to the other there."""
+    many as it takes, or on a CPU. Returns how versions get from one to the other there."""
     if config.plan.device == "cpu":
-        return transport(config.engine, Placement("cpu", (), ()), "")
+        return transport(config.engine, place(config, [Node("0", "0", 0)], named="plan.device"), "")
+    if config.cluster.placement == "cpu":
+        raise ValueError("plan.device: must be cpu where cluster.placement is, got gpu")
     nodes = _nodes(config, config.plan.devices or devices_needed(config))
     placement = place(config, nodes, named="plan.devices")
     hosts = len(placement.hosts)

@@ -533,6 +533,17 @@ def test_a_nearest_layout_says_how_many_devices_it_needs(tmp_path: Path) -> None
     check_devices(config(train={"parallel": parallel | {"pp": 8}}, plan=plan | {"devices": 96}))
 
 
+def test_the_device_of_the_plan_is_that_of_the_placement() -> None:
+    """A run with such a placement takes no GPU, or needs some that a CPU has not."""
+    with pytest.raises(ValueError, match=r"^plan\.device: must be cpu where cluster\.placement is, got gpu$"):
+        check_devices(config(cluster={"placement": "cpu"}))
+    message = r"^plan\.device: must hold 64 .* 96, got 0; .*cluster\.placement=cpu fits$"
+    with pytest.raises(ValueError, match=message):
+        check_devices(config(cluster={"placement": "disaggregated"}, plan={"device": "cpu"}))
+    for placement in ("auto", "cpu", "colocated"):
+        assert check_devices(config(cluster={"placement": placement}, plan={"device": "cpu"})) == "shm"
+
+
 def test_command_reads_only_the_models_config(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
