@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -157,6 +158,24 @@ def test_a_worker_that_the_head_does_not_let_in_gives_up(tmp_path: Path) -> None
         )
     last = f"node.sh: no head at {address} let this node in within 1 s"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, last)
+
+
+@pytest.mark.parametrize(("ray", "status"), [("exec sleep 60", 130), ("exit 1", 1)])
+def test_a_head_that_ends_while_it_waits_for_nodes(tmp_path: Path, ray: str, status: int) -> None:
+    """Asked to stop it has nothing to save: as if it had. Without its Ray it has failed."""
+    for name, does in (("ray", ray), ("python", f"touch {tmp_path}/waits\nexec sleep 60")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MEGATRON_TREE_HEAD": address}
+    command = [LAUNCH / "node.sh", "head", __file__]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as head:
+        if status == 130:
+            while not (tmp_path / "waits").exists():
+                time.sleep(0.05)
+            head.terminate()
+        assert head.wait(timeout=60) == status
 
 
 def test_the_image_installs_what_is_locked() -> None:
