@@ -22,7 +22,7 @@ from megatron_tree.data.prompts import PromptOrder, load_prompts
 from megatron_tree.metrics import Metrics, RunLog, Sum, mean, merge
 from megatron_tree.placement import place
 from megatron_tree.planner.estimate import train_state
-from megatron_tree.planner.limits import check_memory
+from megatron_tree.planner.limits import check_kernels, check_memory
 from megatron_tree.publishing import Publisher, with_transport
 from megatron_tree.report import Progress
 from megatron_tree.reshard import image
@@ -136,6 +136,8 @@ class Session:
         """ValueError for what this cluster cannot hold."""
         nodes = cluster.nodes()
         found = place(self.config, nodes, trains=self.trains, rolls_out=self.rolls_out)
+        if self.trains and not found.ranks[0].gpus:
+            check_kernels(self.config, self.shape, precision.Device(None))
         if found.mode == "colocated":
             if any(node.num_gpus for node in nodes):
                 check_memory(self.config, self.shape, train_state(self.config))

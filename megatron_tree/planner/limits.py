@@ -67,11 +67,16 @@ def check_precision(config: Config, shape: ModelShape) -> None:
     major, _, minor = f"{config.plan.compute_capability:.1f}".partition(".")
     capability = int(major), int(minor)
     gpu = Device(capability, transformer_engine=True, apex=True, fused_weight_gradients=True)
-    device, train = gpu if config.plan.device == "gpu" else Device(None), config.train
-    precision.check(train.fp8, device, shape, train.parallel.layout)
-    kernels.choose(train.kernels, train.attention, config.model.dtype, train.fp8, device)
+    check_kernels(config, shape, gpu if config.plan.device == "gpu" else Device(None))
     if config.plan.device == "gpu":
         on_gpu.check_capability(config.engine, capability)
+
+
+def check_kernels(config: Config, shape: ModelShape, device: Device) -> None:
+    """What every rank checks for itself as it starts."""
+    train = config.train
+    precision.check(train.fp8, device, shape, train.parallel.layout)
+    kernels.choose(train.kernels, train.attention, config.model.dtype, train.fp8, device)
 
 
 def check_devices(config: Config) -> Transport:
