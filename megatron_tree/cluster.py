@@ -145,15 +145,8 @@ class Places:
         _on(here, lambda: publish.check_room(image_dir, run_id, image_bytes))
 
     def remove_images(self, folder: str, run_id: str) -> None:
-        """Of a run whose rank 0 was killed. A node that is lost took them with it."""
-        names = f"{publish.PREFIX}{run_id}[-.]*"
-
-        def remove() -> None:
-            for path in Path(folder).glob(names):
-                path.unlink(missing_ok=True)
-
-        with suppress(RunFailed):
-            _on([self._placement.ranks[0].node], remove)
+        """Of a run whose rank 0 was killed."""
+        _remove(self._placement.ranks[0].node, Path(folder), [f"{publish.PREFIX}{run_id}[-.]*"])
 
     def rank(self, rank: int) -> Spot:
         width = self._layout.tp * len(self._placement.ranks[rank].gpus)  # ranks move with their group
@@ -249,6 +242,17 @@ def _on(nodes: Sequence[Node], act: Callable[[], Result]) -> list[Result]:
     return _results(nodes, calls)
 
 
+def _remove(node: Node, folder: Path, names: Sequence[str]) -> None:
+    """What killed processes left on a node; one that is lost took it with it. Names are patterns."""
+
+    def there() -> None:
+        for path in (path for name in names for path in folder.glob(name)):
+            path.unlink(missing_ok=True)
+
+    with suppress(RunFailed):
+        _on([node], there)
+
+
 def _results(nodes: Iterable[Node], calls: list[ObjectRef[Any]]) -> list[Any]:
     """RunFailed where a node gives none."""
     try:
@@ -303,11 +307,12 @@ class RayEngine:
         await self._call("wake", part)
 
     async def kill(self) -> None:
-        """Removes shared memory that a killed vLLM leaves, too, if it ran on this host."""
+        """Removes shared memory that a killed vLLM leaves, too."""
         if self._actor is not None:
             ray.kill(self._actor)
-        for segment in self.info.segments if self.info else ():
-            Path(segment).unlink(missing_ok=True)
+        if self.info is not None and self.info.segments:
+            names = [Path(segment).name for segment in self.info.segments]
+            await asyncio.to_thread(_remove, self._spot.node, Path("/dev/shm"), names)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
