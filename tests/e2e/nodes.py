@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -59,7 +60,8 @@ class LightEngine:
 
     def __init__(self, *_: Any) -> None: ...
 
-    async def start(self, update: Update | None) -> None: ...
+    async def start(self, update: Update | None) -> SimpleNamespace:
+        return SimpleNamespace(version=0, segments=())
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if request.max_tokens == LONG and here()["host"] == B:
