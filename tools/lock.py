@@ -7,6 +7,7 @@ after changing a pin in pyproject.toml and installing it.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -64,6 +65,7 @@ def closure(root: str) -> tuple[dict[str, str], list[str]]:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     versions, faults = closure(ROOT)
     if faults:
         print(*faults, sep="\n", file=sys.stderr)

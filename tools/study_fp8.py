@@ -62,11 +62,11 @@ def train(folder: Path, run: Path, seed: int, fp8: str, before: Sequence[str], m
         subprocess.run(command, check=True, stdout=log, stderr=log)
 
 
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean over seeds, each an independent draw: Student's."""
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of a mean over seeds, each an independent draw: Student's. None of one seed."""
     n, mean = len(values), sum(values) / len(values)
     if n < 2:
-        return -math.inf, math.inf
+        return None
     variance = sum((value - mean) ** 2 for value in values) / (n - 1)
     half = T95[n - 1] * math.sqrt(variance / n)
     return mean - half, mean + half
@@ -87,7 +87,7 @@ def compare(exact: Sequence[Mapping[str, Any]], rounded: Sequence[Mapping[str, A
         "success_difference": round(mean, 4),
         "difference_ci_over_seeds": _rounded(over_seeds),
         "difference_ci_over_questions": _rounded(over_questions),
-        "differ": not over_seeds[0] <= 0 <= over_seeds[1],
+        "differ": None if over_seeds is None else not over_seeds[0] <= 0 <= over_seeds[1],
     }
 
 
@@ -109,8 +109,8 @@ def _of_precision(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _rounded(pair: Sequence[float]) -> list[float]:
-    return [round(value, 4) for value in pair]
+def _rounded(pair: Sequence[float] | None) -> list[float] | None:
+    return None if pair is None else [round(value, 4) for value in pair]
 
 
 def summaries_of(args: argparse.Namespace) -> Iterator[tuple[str, list[dict[str, Any]]]]:

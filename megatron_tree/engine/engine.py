@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 QUANTIZATIONS = {None: None, "fp8": "fp8_per_channel"}
+DEATH_NOTICE_S = 1.0  # within which the death of vLLM's core is seen
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 """Unless the user sets them. vLLM warns at every start about libraries and kernels that a CPU build lacks."""
 
@@ -140,7 +141,7 @@ class Engine:
         self._alive()
         self._broken = f"an update to version {update.version} was not finished"
         try:
-            await self._load(update)
+            await self._unless_dead(self._load(update))
         except Exception as error:  # vLLM may raise anything, and after any of it the weights are half new
             self._broken = f"the update to version {update.version} failed: {error}"
             raise EngineDied(self._broken) from error
@@ -183,12 +184,12 @@ class Engine:
 
     async def sleep(self, level: int) -> None:
         self._alive()
-        await self._llm.sleep(level)
+        await self._unless_dead(self._llm.sleep(level))
 
     async def wake(self, part: str) -> None:
         """vLLM generates again once both parts are back."""
         self._alive()
-        await self._llm.wake_up([part])
+        await self._unless_dead(self._llm.wake_up([part]))
 
     def info(self) -> EngineInfo:
         import psutil
@@ -229,6 +230,19 @@ class Engine:
             raise Aborted(f"request {request_id}: {error}") from error
         assert final is not None
         return final
+
+    async def _unless_dead(self, call: Coroutine[Any, Any, object]) -> None:
+        """Awaits what vLLM's core is asked for: whoever asks while that process dies, vLLM lets wait for
+        ever."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not task.done():
+                await asyncio.wait({task}, timeout=DEATH_NOTICE_S)
+                if self._llm.errored and not task.done():
+                    raise EngineDied("vLLM died under a call")
+            await task
+        finally:
+            task.cancel()
 
     def _alive(self) -> None:
         if self._broken:

@@ -7,11 +7,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import ray
 import yaml
 
 from examples.quickstart.prepare import prepare
@@ -127,8 +125,6 @@ def test_an_engine_whose_child_dies_while_it_sleeps_is_replaced(tmp_path: Path) 
         started = served.processes()
         served.loop.run(served.pool.sleep(2))
         next(process for process in started if process.name().endswith("EngineCore")).kill()
-        while not ray.get(served.made[-1]._actor.__ray_call__.remote(lambda engine: engine._llm.errored)):
-            time.sleep(0.1)  # a call that is under way when it dies is never answered
         for part in ("weights", "kv_cache"):
             served.loop.run(served.pool.wake(part))  # type: ignore[arg-type]
         assert len(served.made) == 2
