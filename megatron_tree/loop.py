@@ -102,8 +102,8 @@ async def iterate(run: Session) -> None:
     begun = time.perf_counter()
     async with kept(run):
         async for ended in run.grow():
+            await run.settle()  # a checkpoint that was written meanwhile counts from here on
             await run.score(ended)  # while others still grow
-    await run.settle()  # a checkpoint that was written meanwhile counts from here on
     learned = await run.learn()
     await run.publish()
     run.iteration += 1

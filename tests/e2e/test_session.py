@@ -87,6 +87,8 @@ def test_what_is_trained_is_kept_when_the_rest_fails(failure: Exception, events:
         seen.append("grown")
         yield []
 
+    async def settle() -> None: ...
+
     async def score(_: list[Group]) -> None:
         raise failure
 
@@ -95,7 +97,7 @@ def test_what_is_trained_is_kept_when_the_rest_fails(failure: Exception, events:
         seen.append("saved")
 
     timer = SimpleNamespace(timer=SimpleNamespace(seconds={}))
-    run = SimpleNamespace(trains=True, progress=timer, grow=grow, score=score, save=save)
+    run = SimpleNamespace(trains=True, progress=timer, grow=grow, settle=settle, score=score, save=save)
     with pytest.raises(type(failure)):
         asyncio.run(loop.iterate(run))  # type: ignore[arg-type]
     assert seen == events
