@@ -75,6 +75,7 @@ def report(ranks: dict[str, Any], engine: dict[str, Any], model_bytes: int) -> d
         "write_seconds_over_memcpy": round(ranks["write_seconds"] / ranks["memcpy_seconds"], 3),
         "load_seconds_over_vllm_reload": round(engine["load_seconds"] / engine["vllm_reload_seconds"], 3),
         "stream_seconds_over_write": round(ranks["stream_seconds"] / ranks["write_seconds"], 3),
+        "ipc_seconds_over_write": round(ranks["ipc_seconds"] / ranks["write_seconds"], 3),
         "gather_baseline_over_ours": round(ranks["gather_seconds"] / ranks["write_seconds"], 3),
         "megatron_resharding_over_ours": resharding and round(resharding / ranks["write_seconds"], 3),
         **{k: round(v, 4) if isinstance(v, float) else v for k, v in {**ranks, **engine}.items()},

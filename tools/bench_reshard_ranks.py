@@ -4,10 +4,11 @@ Measured in turn, each between barriers, from the first rank's start to the last
 ours       every rank writes and digests its own slices into a slot whose pages exist
 stream     every rank keeps its own slices aside, and the stages' senders send the model to one receiver, a
            thread of rank 1, which drops it
+ipc        the same, but every rank gets every bucket, and rank 0 lends it to the receiver
 memcpy     rank 0 alone copies as many bytes into /dev/shm, both buffers warm
 gather     every parameter is gathered over its tensor-parallel group, made whole, and written whole by rank 0
 megatron   Megatron-Core's own resharding with its gloo service into a TP 1 model on rank 0
-The stream and the last two compute no digest. What each leaves behind is compared with the model, element by
+All but ours compute no digest. What each leaves behind is compared with the model, element by
 element.
 """
 
@@ -36,7 +37,7 @@ from torch import Tensor
 from megatron_tree.config import AlgoConfig, ParallelConfig
 from megatron_tree.reshard import digest, image, plan
 from megatron_tree.reshard.source import ParamMeta, buckets
-from megatron_tree.reshard.wire import Wire
+from megatron_tree.reshard.wire import LendingWire, Wire, borrow
 from megatron_tree.train.group import RankSetup
 from megatron_tree.types import Stream, Update
 from tools import bench_ranks
@@ -82,7 +83,7 @@ class Bench:
         self._source = image.readable(model / "model.safetensors")
         self._params = dict(trainer.actor[0].named_parameters())
         self._version = 0
-        self._wires: list[Wire] = []
+        self._wires: list[Wire | LendingWire] = []
 
     def run(self) -> tuple[Figures, list[Update]]:
         first, second = self.create(), self.create()
@@ -156,16 +157,20 @@ class Bench:
 
     def streamed(self) -> Figures:
         """Times both halves of a publish without an image, and compares what came last."""
-        times = [self.wall(self.stream) for _ in range(REPEATS + 1)]
-        if self._rank == RECEIVER:
-            for name, tensor in self._received:
-                if not torch.equal(tensor, self._source[name] * SCALE):
-                    raise AssertionError(f"stream: {name} is not what the ranks hold")
-        return {"stream_seconds": median(times[1:])}
+        figures: Figures = {}
+        for way, lends in (("stream", False), ("ipc", True)):
+            self._trainer._source, self._wires = None, []
+            times = [self.wall(partial(self.stream, lends)) for _ in range(REPEATS + 1)]
+            if self._rank == RECEIVER:
+                for name, tensor in self._received:
+                    if not torch.equal(tensor, self._source[name] * SCALE):
+                        raise AssertionError(f"{way}: {name} is not what the ranks hold")
+            figures[f"{way}_seconds"] = median(times[1:])
+        return figures
 
-    def stream(self) -> None:
+    def stream(self, lends: bool) -> None:
         self._version += 1
-        told: list[Any] = [self._trainer.keep_version(self._version, "fp32", 1, 60.0)]
+        told: list[Any] = [self._trainer.keep_version(self._version, "fp32", 1, 60.0, lends)]
         dist.broadcast_object_list(told, src=0)
         if self._rank == RECEIVER:
             receiver = Thread(target=self.receive, args=(told[0].stream,))
@@ -177,10 +182,7 @@ class Bench:
     def receive(self, stream: Stream) -> None:
         """As an engine's worker: a buffer of its own for every bucket."""
         if not self._wires:
-            store = dist.TCPStore(*stream.address, is_master=False)
-            self._wires = [
-                Wire(store, f"bench/stage {stage}", 1, 2, timedelta(seconds=60)) for stage in range(LAYOUT.pp)
-            ]
+            self._wires = self.connect(stream)
         self._received = []
         for segment in stream.segments:
             pairs = zip(segment.names, segment.shapes, strict=True)
@@ -189,6 +191,12 @@ class Bench:
                 self._wires[segment.stage].broadcast(flat.view(torch.uint8), src=0)
                 parts = flat.split([meta.num_elements for meta in bucket])
                 self._received += [(m.name, p.view(m.shape)) for m, p in zip(bucket, parts, strict=True)]
+
+    def connect(self, stream: Stream) -> list[Wire | LendingWire]:
+        store, timeout = dist.TCPStore(*stream.address, is_master=False), timedelta(seconds=60)
+        if stream.lends:
+            return [borrow(store, "bench", 0, 1, torch.device("cpu"), timeout)] * LAYOUT.pp
+        return [Wire(store, f"bench/stage {stage}", 1, 2, timeout) for stage in range(LAYOUT.pp)]
 
     def gathered(self) -> Figures:
         """Times the gather into slot pages that every mapping of rank 0 already holds."""

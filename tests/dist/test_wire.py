@@ -64,20 +64,23 @@ class Engine:
         ]
         return wire.LendingWire(self.store, f"engine/{memory}", 0, 1 + len(self.workers), TIMEOUT)
 
+    def got(self, sender: wire.Wire | wire.LendingWire, bucket: torch.Tensor) -> list[bytes]:
+        """What the workers have of a bucket that is overwritten once it is let go."""
+        raw = bucket.clone().view(torch.uint8)
+        posted = sender.post(raw)
+        for pipe in self.pipes:
+            pipe.send(raw.nbytes)
+        posted.wait()
+        raw.zero_()
+        return [pipe.recv() for pipe in self.pipes]
+
 
 @pytest.mark.parametrize("way", ["sent", "lent"])
 def test_every_worker_has_it_before_it_is_let_go(way: str) -> None:
     engine = Engine(way, 2, f"elsewhere {ipc.memory('cpu')}")
     sender, files = engine.meet(), len(os.listdir("/proc/self/fd"))
     for bucket in BUCKETS:
-        raw = bucket.clone().view(torch.uint8)
-        posted = sender.post(raw)
-        for pipe in engine.pipes:
-            pipe.send(raw.nbytes)
-        posted.wait()
-        raw.zero_()
-        for pipe in engine.pipes:
-            assert pipe.recv() == bucket.numpy().tobytes()
+        assert engine.got(sender, bucket) == [bucket.numpy().tobytes()] * 2
     assert len(os.listdir("/proc/self/fd")) == files
     for pipe, worker in zip(engine.pipes, engine.workers, strict=True):
         pipe.send(0)
@@ -88,6 +91,7 @@ def test_a_borrower_that_dies_costs_the_wire_at_once() -> None:
     """Not its time-out of a minute: the lender has other engines to serve."""
     engine = Engine("lent", 2, ipc.memory("cpu"))
     lending, raw = engine.meet(), BUCKETS[1].view(torch.uint8)
+    engine.got(lending, BUCKETS[0])  # both workers are there
     posted = lending.post(raw)
     engine.pipes[0].send(raw.nbytes)
     assert engine.workers[1].pid is not None
