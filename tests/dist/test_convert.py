@@ -122,7 +122,8 @@ def test_a_converted_checkpoint_is_as_ranks_save_it(results: dict, case: str) ->
     root, name = results["root"], case.split("-")[0]
     ours = formats.read_metadata(root / f"{name}_dist").state_dict_metadata
     saved = formats.read_metadata(root / case / "saved").state_dict_metadata
-    theirs = {key: entry for key, entry in saved.items() if not key.startswith("optimizer.")}
+    # Megatron-Core 0.19 keeps among the tensors what lies in common.pt before; it reads either
+    theirs = {k: entry for k, entry in saved.items() if not k.startswith(("optimizer.", "common_state/"))}
     assert len(saved) > len(theirs)
     # Megatron-LM's own loader asks for the extra states of layers; our ranks, whatever their layers, do not
     assert {key for key in ours if "._extra_state/" not in key} == theirs.keys()
