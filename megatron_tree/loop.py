@@ -81,7 +81,7 @@ async def kept(run: Session) -> AsyncIterator[None]:
         yield
     except TrainerFailed:
         raise
-    except Exception:
+    except Exception:  # a stop, or what engines, tools and the user's own classes raise: anything
         if run.trains:
             await run.save(wait=True)
         raise

@@ -271,11 +271,10 @@ class Session:
             with self.progress.phase(
                 "grow", f"iteration {self.iteration + 1}/{self.config.train.iterations}"
             ):
-                try:
+                async with contextlib.AsyncExitStack() as cut_short:
+                    cut_short.push_async_callback(self.trees.drop, self.iteration)
                     chunk = await self.stopping.unless(anext(chunks, None))
-                except BaseException:  # a stop is no Exception, and also then the prompts must be taken again
-                    await self.trees.drop(self.iteration)
-                    raise
+                    cut_short.pop_all()
             if chunk is None:
                 self.groups = self.trees.grown(self.iteration)
                 return
